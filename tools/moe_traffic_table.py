@@ -1,28 +1,23 @@
 """Compute the traffic of a training step under tensor and expert parallelism, in TorchTitan's MoE layout and in ours.
 
-``python tools/moe_traffic_table.py`` runs a dry run of one of 64 ranks on fake tensors of real sizes, and writes the
-table of docs/explanation/moe-tensor-parallel.md. It takes a minute.
+``python tools/moe_traffic_table.py`` runs truncated dry runs of one of 64 ranks on fake tensors of real sizes, and
+writes the table of docs/explanation/moe-tensor-parallel.md. It takes some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import warnings
-from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from torchtitan_npu import platform, register
 
 platform.prepare()
 
-from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
-
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 from torchtitan_npu.config.shipped_files import shipped  # noqa: E402
-from torchtitan_npu.planner.dry_run import dry_run_rank  # noqa: E402
+from torchtitan_npu.planner.dry_run_ranks import dry_run_truncated  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "explanation/moe-tensor-parallel.md"
 START, END = "<!-- made by tools/moe_traffic_table.py -->\n", "<!-- end -->\n"
@@ -32,35 +27,6 @@ RANKS, TP, SEQUENCE = 64, 4, 4096
 MODELS = {"deepseek_v3": "671B_sdpa", "deepseek_v32": "671B", "qwen3": "235B-A22B"}
 GROUPS = {"tp": "TP", "ep": "EP", "fsdp": "FSDP"}
 GIB = 2**30
-
-Key = tuple[str, str]
-"""Process group and type of collective."""
-
-
-class Step(NamedTuple):
-    calls: Counter[Key]
-    sent: Counter[Key]
-    """Bytes that a rank sends."""
-
-
-def step(name: str, ours: bool) -> Step:
-    """Return the traffic of the complete model, extrapolated from models with one and two MoE layers."""
-    args: Any = get_train_spec(name).model_args[MODELS[name]]
-    dense = getattr(args, "n_dense_layers", 0)
-    one, two = (cut_step(name, dense + layers, ours) for layers in (1, 2))
-    further = args.n_layers - dense - 1
-
-    def extrapolate(a: Counter[Key], b: Counter[Key]) -> Counter[Key]:
-        return Counter({key: a[key] + further * (b[key] - a[key]) for key in b})
-
-    return Step(extrapolate(one.calls, two.calls), extrapolate(one.sent, two.sent))
-
-
-def cut_step(name: str, layers: int, ours: bool) -> Step:
-    args: Any = copy.deepcopy(get_train_spec(name).model_args[MODELS[name]])
-    args.n_layers = layers
-    run = dry_run_rank(job(name, ours), RANKS, model_args=args)
-    return Step(Counter(run.calls), Counter(run.sent))
 
 
 def job(name: str, ours: bool) -> JobConfig:
@@ -80,7 +46,7 @@ def job(name: str, ours: bool) -> JobConfig:
 
 def rows(name: str) -> str:
     """Return a row for each type of collective over TP, and one for each group: calls and GiB sent by a rank."""
-    layouts = [step(name, ours) for ours in (False, True)]
+    layouts = [dry_run_truncated(job(name, ours), RANKS) for ours in (False, True)]
     lines = []
     for group, label in GROUPS.items():
         keys = sorted(key for key in layouts[0].calls | layouts[1].calls if key[0] == group)
@@ -88,7 +54,8 @@ def rows(name: str) -> str:
         for chosen in [*single, keys]:
             what = f"`{chosen[0][1]}`" if chosen is not keys else "**all**"
             cells = (
-                f"{sum(t.calls[k] for k in chosen)} | {sum(t.sent[k] for k in chosen) / GIB:,.2f}" for t in layouts
+                f"{sum(run.calls.get(k, 0) for k in chosen)} | {sum(run.sent.get(k, 0) for k in chosen) / GIB:,.2f}"
+                for run in layouts
             )
             lines.append(f"| {name} {MODELS[name].removesuffix('_sdpa')} | {label} | {what} | {' | '.join(cells)} |\n")
     return "".join(lines)

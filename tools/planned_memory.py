@@ -55,8 +55,8 @@ def plan(file: Path, stage: int) -> dict[str, Any]:
     """Return the bytes that the first rank of a pipeline stage needs, as a job for NPUs."""
     from torchtitan_npu import platform
     from torchtitan_npu.config.parser import JobConfigManager
+    from torchtitan_npu.planner.dry_run_ranks import dry_run_truncated
     from torchtitan_npu.planner.layout import world_size_of
-    from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
     from torchtitan_npu.preflight.job import check_job
 
     with platform.job_for("npu"):

@@ -15,7 +15,7 @@ from tests.emulator.peak_memory import JOBS, RANKS, measure
 from torchtitan_npu.emulator.environment import process_variables
 from torchtitan_npu.emulator.workspaces import SYSTEM
 from torchtitan_npu.planner.dry_run import dry_run_rank
-from torchtitan_npu.planner.operator_workspaces import kept_bytes
+from torchtitan_npu.planner.memory import kept_bytes
 
 MIB = 2**20
 TOLERANCE, OF_A_PIPELINE = 0.005, 0.02

@@ -30,7 +30,7 @@ def test_values_follow_what_is_computed_from_counts() -> None:
 
 
 def test_another_load() -> None:
-    with fake_device(), AssumedLoad(lambda choices, experts: [choices] + [0] * (experts - 1)):
+    with fake_device(), AssumedLoad(lambda decisions, experts: [decisions] + [0] * (experts - 1)):
         assert counts().tolist() == [30] + [0] * 7
 
 

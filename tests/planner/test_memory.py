@@ -8,8 +8,7 @@ from torch import Tensor
 
 from torchtitan_npu import platform
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.planner.memory import Memory
-from torchtitan_npu.planner.operator_workspaces import keeps_workspaces
+from torchtitan_npu.planner.memory import Memory, innermost, keeps_workspaces
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -49,3 +48,19 @@ def test_only_jobs_on_an_npu_need_the_queue_s_variable(monkeypatch: pytest.Monke
     assert keeps_workspaces()
     with platform.job_for("npu"), pytest.raises(UsageError, match="TASK_QUEUE_ENABLE=3: must be 0, 1 or 2"):
         keeps_workspaces()
+
+
+@pytest.mark.parametrize(
+    ("running", "name"),
+    [
+        # A module that returns its input is never seen to end.
+        (["layers.3", "layers.3._checkpoint_wrapped_module.moe", "layers.4.attention.inputs"], "layers.3.moe"),
+        (["layers.9", "layers.10"], "layers.10"),
+        (["layers.9", "layers.10", "layers.9.moe"], "layers.9.moe"),
+        (["norm"], "norm"),
+        ([], ""),
+    ],
+)
+def test_innermost_module_does_not_depend_on_the_order_of_a_set(running: list[str], name: str) -> None:
+    assert innermost({"", *running}) == name
+    assert innermost(set()) is None

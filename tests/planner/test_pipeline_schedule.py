@@ -12,15 +12,16 @@ from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import dry_run_rank
-from torchtitan_npu.planner.layout import with_layout
-from torchtitan_npu.planner.parameters import Size, sizes
-from torchtitan_npu.planner.pipeline_schedule import (
+from torchtitan_npu.planner.dry_run_ranks import selected_ranks
+from torchtitan_npu.planner.layout import (
+    Size,
     bubble,
     gathers_per_batch,
     microbatches_in_flight,
     modules_per_rank,
+    sizes,
+    with_layout,
 )
-from torchtitan_npu.planner.representative_ranks import representative_ranks
 from torchtitan_npu.preflight.job_context import build_on_meta
 from torchtitan_npu.preflight.pipeline import check_schedule
 
@@ -54,7 +55,7 @@ def test_representative_ranks_need_as_much_as_any_other(schedule: str, parameter
         ends = tuple(name in parts[number] for name in ("tok_embeddings", "output"))
         return (*ends, size.dense, size.experts, microbatches_in_flight(config, number))
 
-    chosen = [rank // 4 for rank in representative_ranks(config, 64)]
+    chosen = [rank // 4 for rank in selected_ranks("representative", config, 64)]
     assert {0, 8, 15} <= set(chosen) and len(chosen) <= 6
     for number in range(16):
         assert any(all(a >= b for a, b in zip(has(one), has(number), strict=True)) for one in chosen), number
@@ -62,7 +63,7 @@ def test_representative_ranks_need_as_much_as_any_other(schedule: str, parameter
 
 def test_names_of_representative_ranks() -> None:
     def names(pp: int, schedule: str, batch: int, world_size: int) -> dict[int, str]:
-        return representative_ranks(job("llama3", "six_layers", pp, schedule, batch), world_size)
+        return selected_ranks("representative", job("llama3", "six_layers", pp, schedule, batch), world_size)
 
     assert names(1, "1F1B", 1, 4) == {0: "every rank"}
     assert names(2, "1F1B", 2, 4) == {0: "first stage", 2: "last stage"}

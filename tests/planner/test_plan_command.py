@@ -20,6 +20,9 @@ from torchtitan_npu import platform, progress
 from torchtitan_npu.cli.plan import command
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
+from torchtitan_npu.planner import BelowSubclasses, search
+from torchtitan_npu.planner.dry_run import StepRecorder, dry_run_rank
+from torchtitan_npu.planner.report import draw
 
 CONFIGS = train_configs()
 LLAMA, DEEPSEEK = CONFIGS / "llama3_debugmodel.toml", CONFIGS / "deepseek_v32_debugmodel.toml"
@@ -103,21 +106,18 @@ def test_what_does_not_fit_gets_advice_that_was_tried(tmp_path: Path, capsys: py
 
 
 def test_advice_combines_one_mode_of_checkpointing_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan_npu.planner import advice
-    from torchtitan_npu.planner.dry_run import dry_run_rank
-
     options = ["--job.config_file", str(LLAMA), *ONE_LAYER, "--activation_checkpoint.mode", "none"]
     config = JobConfigManager().parse_args(options)
-    monkeypatch.setattr(advice, "CHANGES", (advice._swap, advice._selective, advice._full))
+    few = [one for one in search.changes(config) if one[0] in ("optimizer", "activation_checkpoint")]
+    monkeypatch.setattr(search, "changes", lambda config: few)
     needy = replace(dry_run_rank(config, 1), peak=1 << 40)  # every change lowers it
-    changes = [one.change for one in advice.advise(config, 1, [needy], "balanced", 1 << 30)]
+    changes = [one.change for one in search.advise(config, 1, [needy], "balanced", 1 << 30)]
+    assert changes[1] == 'activation_checkpoint.mode = "selective", selective_ac_option = "op"'
     assert changes[3:] == ['optimizer.swap = true; activation_checkpoint.mode = "full"']
 
 
 def test_the_plot_s_limit_leaves_room_for_hccl_and_workspaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
-
-    from torchtitan_npu.planner.plot import draw
 
     limits: list[float] = []
     monkeypatch.setattr(Axes, "axhline", lambda self, y, **_: limits.append(y))
@@ -163,10 +163,7 @@ def test_an_error_of_the_model_ends_the_search_in_one_line(
 
 
 def test_an_error_of_the_planner_is_not_the_job_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan_npu.planner.dry_run import Recorder
-    from torchtitan_npu.planner.fake_devices import BelowSubclasses
-
-    monkeypatch.setattr(Recorder, "call", BelowSubclasses.call)  # which subclasses must override
+    monkeypatch.setattr(StepRecorder, "call", BelowSubclasses.call)  # which subclasses must override
     with pytest.raises(NotImplementedError):
         plan("--config", LLAMA, "--world-size", "1", *ONE_LAYER)
     assert "LOCAL_RANK" not in os.environ

@@ -15,14 +15,19 @@ from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import dry_run_rank
-from torchtitan_npu.planner.estimate import Estimator
-from torchtitan_npu.planner.layout import DEGREES, degrees, layout_name, with_layout
-from torchtitan_npu.planner.parameters import Size, model_args, sizes
-from torchtitan_npu.planner.per_rank import unsharded_size
-from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
-from torchtitan_npu.planner.search import dividing, own_layout
-from torchtitan_npu.planner.step_time import Rates
-from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated, repeated_groups
+from torchtitan_npu.planner.dry_run_ranks import dry_run_truncated, repeated_groups
+from torchtitan_npu.planner.estimate import unsharded
+from torchtitan_npu.planner.layout import (
+    DEGREES,
+    Size,
+    degrees,
+    layout_name,
+    model_args,
+    modules_per_rank,
+    sizes,
+    with_layout,
+)
+from torchtitan_npu.planner.search import dividing, job_layout
 from torchtitan_npu.preflight.job_context import build_on_meta
 from torchtitan_npu.preflight.parallelism import check_degrees
 
@@ -53,7 +58,7 @@ def test_the_arithmetic_of_the_671b_layout(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.parametrize(("ranks", "name"), [(64, "PP2 FSDP4 CP2 TP4 EP32"), (128, "PP2 FSDP8 CP2 TP4 EP64")])
 def test_the_file_s_own_layout_is_searched(ranks: int, name: str) -> None:
     config = load("deepseek_v32_671b_32k")
-    own = own_layout(config, ranks)
+    own = job_layout(config, ranks)
     assert layout_name(own) == name
     layouts = list(dividing(config, ranks, model_args(config), experts=256))
     assert degrees(own) in layouts
@@ -83,8 +88,8 @@ def test_expert_tensor_parallel_leaves_fewer_ranks_to_ep() -> None:
     missing = next(layout for layout in found if layout["tp"] == 2) | {"ep": 8}
     with pytest.raises(UsageError, match="expert_parallel_degree 8 × expert_tensor_parallel_degree 2"):
         check_degrees(with_layout(config, missing), 8)
-    assert degrees(own_layout(config, 8))["ep"] == 4
-    check_degrees(own_layout(config, 8), 8)
+    assert degrees(job_layout(config, 8))["ep"] == 4
+    check_degrees(job_layout(config, 8), 8)
 
 
 def truncated_job(model: str, pp: int) -> Any:
@@ -100,33 +105,31 @@ def truncated_job(model: str, pp: int) -> Any:
     return config
 
 
-def compare_truncated(config: Any, ranks: int, rank: int) -> None:
+CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
+TRUNCATED = {
+    "FSDP2": ("llama3", 1, 1, []),
+    "PP2, the last stage": ("llama3", 2, 1, []),
+    "PP2 TP2 EP2, the last stage": ("deepseek_v32", 2, 2, CONVERTERS),
+    "FSDP2, shared indexers, full recomputation": ("glm_moe_dsa", 1, 1, CONVERTERS),
+}
+"""Model, pipeline degree, tensor and expert parallel degree, converters."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name.startswith("PP2,") else [pytest.mark.slow]) for name in TRUNCATED]
+)
+def test_a_truncated_dry_run_equals_a_full_one(name: str) -> None:
+    model, pp, tp, converters = TRUNCATED[name]
+    config = truncated_job(model, pp)
+    config.model.converters = converters
+    config.parallelism.tensor_parallel_degree = config.parallelism.expert_parallel_degree = tp
+    if model == "glm_moe_dsa":
+        config.activation_checkpoint.mode = "full"
+    ranks, rank = 2 * tp, (pp - 1) * tp
     full, short = dry_run_rank(config, ranks, rank), dry_run_truncated(config, ranks, rank)
     assert short.timeline == []  # an extrapolated result has none
     assert (short.peak, short.flops, short.sent) == (full.peak, full.flops, full.sent)
     assert short.between_steps == full.between_steps
-
-
-@pytest.mark.parametrize(("pp", "rank"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)], ids=["FSDP2", "PP2"])
-def test_a_truncated_dry_run_equals_a_full_one(pp: int, rank: int) -> None:
-    compare_truncated(truncated_job("llama3", pp), 2, rank)
-
-
-@pytest.mark.slow
-def test_a_truncated_dry_run_of_a_moe_stage_equals_a_full_one() -> None:
-    """The last of two pipeline stages, with TP and EP and all converters."""
-    config = truncated_job("deepseek_v32", 2)
-    config.model.converters = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
-    config.parallelism.tensor_parallel_degree = config.parallelism.expert_parallel_degree = 2
-    compare_truncated(config, 4, 2)
-
-
-@pytest.mark.slow
-def test_a_truncated_dry_run_with_shared_indexers_equals_a_full_one() -> None:
-    config = truncated_job("glm_moe_dsa", 1)
-    config.model.converters = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"]
-    config.activation_checkpoint.mode = "full"
-    compare_truncated(config, 2, 0)
 
 
 def test_which_layers_are_left_out() -> None:
@@ -154,28 +157,6 @@ def test_tied_weights_are_counted_once() -> None:
     found = sizes(model)
     assert set(found) == set(modules_per_rank(config, model.model_args.n_layers)[0])
     assert found["output"] == Size(0, 0) and found["tok_embeddings"].total == model.output.weight.numel()
-
-
-def test_a_busier_expert_makes_the_estimate_larger() -> None:
-    config = load("deepseek_v32_debugmodel")
-    config.training.global_batch_size = -1
-    config = with_layout(config, {"dp_shard": 4, "ep": 4})
-    model: Any = build_on_meta(config)
-    nothing: Any = SimpleNamespace(
-        flops=0, at_peak={}, kept_workspace=0
-    )  # the part of an unbalanced load is arithmetic
-    estimator = Estimator(sizes(model), [nothing, nothing], 1, 0, model.model_args)
-    parts = [list(estimator.parameters)]
-    even, worst = (estimator.of_layout(config, parts, Rates(), load) for load in ("balanced", "worst"))
-    assert even.memory[0] < worst.memory[0] and even.seconds[0] < worst.seconds[0]
-
-
-@pytest.mark.slow
-def test_replicas_of_a_pipeline_are_estimated_as_shards() -> None:
-    """A dry run does not support replicas alone, which the truncated models without a pipeline would have."""
-    config = with_layout(load("llama3_debugmodel"), {"dp_replicate": 2, "dp_shard": 1, "pp": 2})
-    estimator = Estimator.of(config)
-    assert estimator.unsharded_gradient > 0 and all(one.sent["fsdp", "all_gather"] > 0 for one in estimator.base)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +205,6 @@ def test_search(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for layout in tried:
         # The estimate has three times the largest module gathered, a dry run one to three times.
         changed = with_layout(config, {name: layout[name] for name in DEGREES})
-        allowed = 2 * 4 * max(unsharded_size(size, changed).total for size in parameters)
+        allowed = 2 * 4 * max(unsharded(size, changed).total for size in parameters)
         assert abs(layout["estimated_peak"] - layout["dry_run_peak"]) < allowed, layout["layout"]
     assert "more fit by the estimate" in " ".join(capsys.readouterr().out.split())

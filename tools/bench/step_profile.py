@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.fake_devices import BelowSubclasses
-from torchtitan_npu.planner.flops import flops
+from torchtitan_npu.planner.work import flops
 from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
 

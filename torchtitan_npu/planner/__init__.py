@@ -11,7 +11,14 @@ Tests use the same pieces:
     print(calls.count("npu"))
 """
 
-from torchtitan_npu.planner.expert_load import AssumedLoad, Load, balanced
-from torchtitan_npu.planner.fake_devices import BelowSubclasses, Calls, fake_device, fake_ranks
+from torchtitan_npu.planner.fake_devices import (
+    AssumedLoad,
+    BelowSubclasses,
+    Calls,
+    Load,
+    balanced,
+    fake_device,
+    fake_ranks,
+)
 
 __all__ = ["AssumedLoad", "BelowSubclasses", "Calls", "Load", "balanced", "fake_device", "fake_ranks"]

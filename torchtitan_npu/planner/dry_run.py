@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,15 @@ from torch.distributed.tensor import DTensor
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapStates
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import hccl_buffers
-from torchtitan_npu.planner.expert_load import Load, balanced
-from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_ranks
-from torchtitan_npu.planner.flops import flops
-from torchtitan_npu.planner.memory import HOST, Memory
-from torchtitan_npu.planner.operator_workspaces import keeps_workspaces, kept_bytes
-from torchtitan_npu.planner.traffic import Traffic, hccl_memory
-from torchtitan_npu.planner.trainer import DryRunTrainer
-from torchtitan_npu.planner.unsupported_jobs import check_dry_run
+from torchtitan_npu.planner.fake_devices import BelowSubclasses, Load, balanced, fake_ranks
+from torchtitan_npu.planner.memory import HOST, Memory, keeps_workspaces, kept_bytes
+from torchtitan_npu.planner.trainer import DryRunTrainer, check_dry_run
+from torchtitan_npu.planner.work import Rates, Traffic, flops, hccl_memory
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import uncached_propagations
 
 BATCHES = 2
-"""Accumulated batches that are run: the first without gradients, the second with them. The others are like it."""
+"""Accumulated batches that are run: the first without gradients, the second with them. Later ones are like it."""
 
 ATTEMPTS = 3
 """Steps until DTensor has cached every propagation. Without the cache it runs operators that are not the job's."""
@@ -85,6 +81,18 @@ class DryRun:
         """Return the bytes of device memory that the rank needs."""
         return self.peak + self.kept_workspace + self.hccl_buffers
 
+    @property
+    def gradient_error(self) -> str:
+        """Name the parameters without gradient; an empty string if there are none."""
+        return f"without gradient: {', '.join(self.without_gradient)}" if self.without_gradient else ""
+
+    def seconds_at(self, rates: Rates) -> dict[str, float]:
+        """Return the seconds of a step that ``compute`` and each group take."""
+        sent: Counter[str] = Counter()
+        for (group, _), count in self.sent.items():
+            sent[group] += count
+        return rates.seconds(self.flops, sent)
+
 
 aten = torch.ops.aten
 LOSS_PARALLEL_OPERATORS = (
@@ -97,34 +105,28 @@ LOSS_PARALLEL_OPERATORS = (
 """Operators that ``loss_parallel`` computes itself, after it has run them on unsharded fake logits for a shape."""
 
 
-class Recorder(BelowSubclasses):
+class StepRecorder(BelowSubclasses):
     """Record every operator that reaches the device."""
 
     def __init__(self, memory: Memory, traffic: Traffic, loss_parallel: bool) -> None:
         super().__init__()
         self.memory, self.traffic, self.flops = memory, traffic, 0
         self._loss_parallel = loss_parallel
-        self._shape_inference: OpOverload | None = None
+        self.shape_inference: OpOverload | None = None
         """The operator whose next call on plain tensors only infers a shape."""
-
-    @contextmanager
-    def recording(self, model_parts: list[nn.Module]) -> Iterator[None]:
-        with self.memory.tracking(model_parts), self:
-            yield
-        assert self._shape_inference is None, f"{self._shape_inference} inferred no shape: nothing was recorded after"
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._loss_parallel and op.overloadpacket in LOSS_PARALLEL_OPERATORS and DTensor in types:
-            self._shape_inference = op
+            self.shape_inference = op
         return super().__torch_dispatch__(op, types, args, kwargs)
 
     def call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as its real kernel does; its fake kernel returns a new tensor
         output = op(*args, **kwargs)
-        if self._shape_inference is not None:
-            if op is self._shape_inference:
-                self._shape_inference = None
+        if self.shape_inference is not None:
+            if op is self.shape_inference:
+                self.shape_inference = None
             return output
         self.memory.record(op, args, kwargs, output)
         self.traffic.record(op, args, kwargs, output)
@@ -158,9 +160,10 @@ def dry_run_rank(
 
 
 def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: int, rank: int) -> DryRun:
-    memory, traffic = Memory(trainer.device), Traffic.over(trainer.parallel_dims)
+    memory, traffic = Memory(trainer.device), Traffic.from_dims(trainer.parallel_dims)
     _add_between_steps(memory, trainer)
-    recorder = Recorder(memory, traffic, trainer.uses_loss_parallel)
+    loss_parallel = trainer.parallel_dims.tp_enabled and not trainer.job_config.parallelism.disable_loss_parallel
+    recorder = StepRecorder(memory, traffic, loss_parallel)
     after_batches: list[tuple[int, Counter[Any], Counter[Any]]] = []
 
     def end_batch() -> None:
@@ -168,16 +171,23 @@ def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: in
         after_batches.append((recorder.flops, Counter(traffic.calls), Counter(traffic.sent)))
 
     trainer.on_batch_start, trainer.on_batch_end = lambda: memory.enter("forward"), end_batch
-    handle = trainer.optimizers.register_step_pre_hook(lambda *_: memory.enter("optimizer"))
+    handles = [trainer.optimizers.register_step_pre_hook(lambda *_: memory.enter("optimizer"))]
+    parameters = [named for part in trainer.model_parts for named in part.named_parameters() if named[1].requires_grad]
+    # An optimizer that steps in the backward pass frees the gradients.
     stepped: set[nn.Parameter] = set()
-    with recorder.recording(trainer.model_parts), _noting_early_steps(trainer, stepped):
+    if trainer.job_config.optimizer.early_step_in_backward:
+        handles += [parameter.register_post_accumulate_grad_hook(stepped.add) for _, parameter in parameters]
+    with memory.modules.tracking(trainer.model_parts), recorder:
         memory.enter("zero_grad")
         memory.restart_peak()
         first = len(memory.events)
         trainer.train_step(batches)
-    handle.remove()
+    inferring = recorder.shape_inference
+    assert inferring is None, f"{inferring} inferred no shape: nothing was recorded after it"
+    for handle in handles:
+        handle.remove()
     _add_between_steps(memory, trainer)
-    if left_out := accumulated - len(after_batches):  # they are like the last one
+    if left_out := accumulated - len(after_batches):  # like the last one
         (flops_1, calls_1, sent_1), (flops_2, calls_2, sent_2) = after_batches[-2:]
         recorder.flops += left_out * (flops_2 - flops_1)
         for total, one, two in ((traffic.calls, calls_1, calls_2), (traffic.sent, sent_1, sent_2)):
@@ -199,12 +209,7 @@ def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: in
         calls=dict(traffic.calls),
         sent=dict(traffic.sent),
         accumulated=accumulated,
-        without_gradient=[
-            name
-            for part in trainer.model_parts
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad and parameter.grad is None and parameter not in stepped
-        ],
+        without_gradient=[name for name, x in parameters if x.grad is None and x not in stepped],
         seconds=0.0,
         timeline=timeline,
         phases=phases,
@@ -214,19 +219,6 @@ def _record_step(trainer: DryRunTrainer, batches: Iterator[Any], accumulated: in
         workspace_operator=memory.workspace[1],
         kept_workspace=kept_bytes(memory.workspace[0]) if keeps_workspaces() else 0,
     )
-
-
-@contextmanager
-def _noting_early_steps(trainer: DryRunTrainer, stepped: set[nn.Parameter]) -> Iterator[None]:
-    """Add to ``stepped`` the parameters whose optimizer steps in the backward pass and frees their gradient."""
-    early = trainer.job_config.optimizer.early_step_in_backward
-    parameters = [x for part in trainer.model_parts for x in part.parameters() if early and x.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(stepped.add) for parameter in parameters]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _add_between_steps(memory: Memory, trainer: DryRunTrainer) -> None:

@@ -1,45 +1,41 @@
 """An estimate of a layout's memory and time, to choose which layouts to dry-run.
 
-Weights, gradients, states and gathered parameters are arithmetic over the model's parameters. Activations and FLOPs per
-token come from dry runs of the model with two and four layers, in the job's own layout. A dry run of the layout itself
-corrects the estimate: another TP degree changes the proportion of replicated work, and layers differ.
+Weights, gradients, states and gathered parameters are arithmetic over the model's parameters, and so are the bytes
+sent. Activations and FLOPs per token come from dry runs of the model with two and four layers, in the job's layout. A
+dry run of the layout itself corrects the estimate, and has the job's expert load.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_npu.config.job_config import JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_npu.config.job_config import JobConfig, npu_options
 from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
-from torchtitan_npu.planner.dry_run_ranks import assumed_load
-from torchtitan_npu.planner.estimated_traffic import estimated_traffic
-from torchtitan_npu.planner.layout import degrees, with_layout, world_size
-from torchtitan_npu.planner.parameters import Size, model_args
-from torchtitan_npu.planner.per_rank import (
-    bytes_between_steps,
-    communicators,
-    element_sizes,
-    local_tokens,
-    microbatch,
-    microbatches,
-    recomputed,
-    unsharded_size,
+from torchtitan_npu.planner.layout import (
+    Size,
+    bubble,
+    degrees,
+    gathers_per_batch,
+    mesh_sizes,
+    microbatches_in_flight,
+    model_args,
+    sizes,
     uses_fsdp,
+    with_layout,
+    world_size_of,
 )
-from torchtitan_npu.planner.pipeline_schedule import bubble, microbatches_in_flight
-from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
-from torchtitan_npu.planner.step_time import Rates
-from torchtitan_npu.planner.traffic import hccl_memory
+from torchtitan_npu.planner.work import Rates, hccl_memory
+from torchtitan_npu.preflight.job_context import build_on_meta
 
 ACTIVATIONS = ("activations", "backward pass", "operator workspaces", "other")
 LAYERS = (2, 4)
 """Layers of the truncated models. Half of the difference between them is one layer's."""
-ROWS_PER_ROUTED_TOKEN = 6
-"""Rows of hidden states per token in an expert: input, output, the products in between, gradients. Used only for the
-tokens that an unbalanced load adds."""
 
 
 @dataclass
@@ -60,26 +56,34 @@ class Estimator:
     base: list[DryRun]
     """Dry runs of the truncated models in the job's layout, without pipeline and replicas, with a balanced load."""
     tokens: int
-    """Tokens per rank of these dry runs."""
+    """Rows of hidden states per rank in these dry runs."""
     unsharded_gradient: int
     """Bytes of the largest layer's gradient, which ``base`` counts in the backward pass."""
     args: Any
 
     @classmethod
-    def of(cls, config: JobConfig) -> Estimator:
+    def from_job(cls, config: JobConfig) -> Estimator:
         """Dry-run the truncated models of a job whose degrees are all set."""
         args = copy.deepcopy(model_args(config))
         args.update_from_config(config)
-        parameters = sizes_under_tp(config)
-        own = degrees(config)
+        parameters = sizes(build_on_meta(config))
+        layout = degrees(config)
         # Replicas hold and compute what shards do, and a dry run does not support replicas alone.
-        small = with_layout(config, {"pp": 1, "dp_replicate": 1, "dp_shard": own["dp_shard"] * own["dp_replicate"]})
+        shards = layout["dp_shard"] * layout["dp_replicate"]
+        small = with_layout(config, {"pp": 1, "dp_replicate": 1, "dp_shard": shards})
         small.parallelism.fsdp_reshard_after_forward = "always"
         small.training.local_batch_size = microbatch(config)
         small.training.global_batch_size = -1
-        base = [dry_run_rank(small, world_size(small), 0, model_args=truncated_args(config, n)) for n in LAYERS]
-        largest = max(unsharded_size(size, small).total for size in parameters.values()) if uses_fsdp(small) else 0
-        return cls(parameters, base, local_tokens(small), element_sizes(small)[0] * largest, args)
+        base = []
+        for layers in LAYERS:
+            few = copy.deepcopy(model_args(config))
+            few.n_layers = layers
+            if hasattr(few, "n_dense_layers"):  # at most one of them is dense in a MoE model
+                few.n_dense_layers = min(1, few.n_dense_layers)
+            base.append(dry_run_rank(small, world_size_of(small), 0, model_args=few))
+        largest = max(unsharded(size, small).total for size in parameters.values()) if uses_fsdp(small) else 0
+        element = TORCH_DTYPE_MAP[small.training.mixed_precision_param].itemsize
+        return cls(parameters, base, local_tokens(small), element * largest, args)
 
     @property
     def experts(self) -> int:
@@ -87,97 +91,142 @@ class Estimator:
         moe = getattr(self.args, "moe_args", None)
         return moe.num_experts if moe and any(size.experts for size in self.parameters.values()) else 0
 
-    @property
-    def balances_experts(self) -> bool:
-        return self.experts > 0 and bool(self.args.moe_args.load_balance_coeff)
-
-    def of_layout(self, config: JobConfig, parts: list[list[str]], rates: Rates, expert_load: str) -> Estimate:
+    def of_layout(self, config: JobConfig, parts: list[list[str]], rates: Rates) -> Estimate:
         """Estimate the layout of ``config``; ``parts`` are the modules of each pipeline rank."""
-        layout = degrees(config)
-        busier = self._busier(config, expert_load)
-        memory = [self._memory(config, modules, stage, busier) for stage, modules in enumerate(parts)]
-        trained = config.training.local_batch_size * config.training.seq_len
-        trained *= layout["dp_shard"] * layout["dp_replicate"]
-        batches = [self._seconds(config, modules, stage, rates, busier) for stage, modules in enumerate(parts)]
-        seconds = [bubble(config) * one / trained for one in batches]
+        layout, training, optimizer = mesh_sizes(config), config.training, config.optimizer
+        states = 2 * (1 - optimizer.swap_fraction if optimizer.swap else 1)
+        # weight, gradient, and the states that are not swapped, of each parameter
+        between_steps = TORCH_DTYPE_MAP[training.dtype].itemsize * (2 + states) / (layout["tp"] * layout["fsdp"])
+        # Dimensions over all ranks share one group, except for EP. Expert balancing counts tokens over ``loss``.
+        world = world_size_of(config)
+        used = [name for name, ranks in layout.items() if ranks > 1 and (name != "loss" or self.experts)]
+        groups = {name if layout[name] < world or name == "ep" else "world" for name in used}
+        # Most of a workspace does not depend on the number of tokens.
+        constant = self.base[-1].kept_workspace + hccl_memory(groups, hccl_buffers(config.comm))
+        scale = local_tokens(config) / self.tokens
+        two, four = (
+            sum(one.at_peak.get(name, 0) for name in ACTIVATIONS) - self.unsharded_gradient for one in self.base
+        )
+        saved = max(0.0, (four - two) / (LAYERS[1] - LAYERS[0]))  # by a layer for the backward pass
+        flops_two, flops_four = (one.flops for one in self.base)
+        flops = (flops_four - flops_two) / (LAYERS[1] - LAYERS[0])
+        trained = training.local_batch_size * training.seq_len * layout["loss"] / layout["cp"]
+        seconds_per_token = bubble(config) / trained
+        memory, seconds = [], []
+        for stage, modules in enumerate(parts):
+            layers = sum(name.startswith("layers.") for name in modules)
+            activations = two - LAYERS[0] * saved + saved * layers * microbatches_in_flight(config, stage)
+            parameters = between_steps * sum(self.parameters[name].total for name in modules)
+            gathered = self.gathered(config, modules)
+            memory.append(int(parameters + gathered + scale * activations + constant))
+            work = flops * layers + (flops_two - LAYERS[0] * flops) * ("output" in modules)
+            times = rates.seconds(microbatches(config) * scale * work, self.sent(config, modules, stage))
+            seconds.append(seconds_per_token * sum(times.values()))
         return Estimate(memory, seconds)
 
-    def _memory(self, config: JobConfig, modules: list[str], stage: int, busier: float) -> int:
-        layout = degrees(config)
-        saved, needed = self._activations()
-        size = sum((self.parameters[name] for name in modules), Size(0, 0))
-        shards = layout["dp_shard"] * layout["cp"]
-        split = size.total - size.replicated
-        total = (split / layout["tp"] + size.replicated) / shards * bytes_between_steps(config)
-        total += self._gathered(config, modules)
-        layers = sum(name.startswith("layers.") for name in modules)
-        scale = local_tokens(config) / self.tokens
-        total += self.base[-1].kept_workspace  # most of it does not depend on the number of tokens
-        total += scale * (needed + saved * layers * microbatches_in_flight(config, stage))
-        total += hccl_memory(communicators(config, self.balances_experts), hccl_buffers(config.comm))
-        total += (busier - 1) * ROWS_PER_ROUTED_TOKEN * self._routed(config) * self.args.dim * 2
-        return int(total)
-
-    def _gathered(self, config: JobConfig, modules: list[str]) -> float:
+    def gathered(self, config: JobConfig, modules: list[str]) -> int:
         """Return the bytes of gathered parameters and unsharded gradients at the peak.
 
         They are those of one layer and the parameters of the next one; those of all layers where FSDP keeps them.
         """
         if not uses_fsdp(config):
             return 0
-        parameter, gradient = element_sizes(config)
-        sizes = [unsharded_size(self.parameters[name], config).total for name in modules]
+        training = config.training
+        parameter, gradient = (
+            TORCH_DTYPE_MAP[name].itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
+        )
+        counts = [unsharded(self.parameters[name], config).total for name in modules]
         several = microbatches(config) > 1
         policy = config.parallelism.fsdp_reshard_after_forward
         pipelined = config.parallelism.pipeline_parallel_degree > 1
-        kept = several or policy != "always" if pipelined else policy == "never"
-        if not kept:
-            return 3 * parameter * max(sizes)
-        return parameter * sum(sizes) + (gradient * sum(sizes) if several else parameter * max(sizes))
+        keeps_all = several or policy != "always" if pipelined else policy == "never"
+        if not keeps_all:
+            return 3 * parameter * max(counts)
+        return parameter * sum(counts) + (gradient * sum(counts) if several else parameter * max(counts))
 
-    def _seconds(self, config: JobConfig, modules: list[str], stage: int, rates: Rates, busier: float) -> float:
-        """Return the seconds per batch of a pipeline rank."""
-        tokens = local_tokens(config)
-        two, four = (one.flops for one in self.base)
-        per_layer = (four - two) / (LAYERS[1] - LAYERS[0])
+    def sent(self, config: JobConfig, modules: list[str], stage: int) -> Counter[str]:
+        """Return the bytes that a pipeline rank sends per batch, by mesh dimension, with a balanced expert load.
+
+        Left out is what hardly differs between layouts: scalars, the rows of embedding and output, the gradients of
+        replicas and of parameters that TP replicates.
+        """
+        ranks, args, training = mesh_sizes(config), self.args, config.training
+        tp, ep, cp = ranks["tp"], ranks["ep"], ranks["cp"]
+        sent: Counter[Any] = Counter()
+        element = TORCH_DTYPE_MAP[training.dtype].itemsize
+        if uses_fsdp(config):
+            element = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize  # mixed precision is FSDP's
+            gradient = TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize
+            policy, pipelined = config.parallelism.fsdp_reshard_after_forward, ranks["pp"] > 1
+            for name in modules:
+                # By default a pipeline keeps all modules gathered, and a model without one the last ones.
+                stays = policy == "never" or (policy == "default" and (pipelined or name in ("norm", "output")))
+                per_parameter = element * (1 if stays else gathers_per_batch(config, stage)) + gradient
+                size = unsharded(self.parameters[name], config)
+                for group, count in (("fsdp", size.dense), ("efsdp" if ep > 1 else "fsdp", size.experts)):
+                    sent[group] += per_parameter * count * (ranks[group] - 1) / ranks[group]
+        # Attention and a feed-forward layer gather and reduce-scatter their rows once each, and do the reverse in the
+        # backward pass. A MoE layer that routes its local tokens does so for its shared experts only.
         layers = sum(name.startswith("layers.") for name in modules)
-        flops = per_layer * layers + (two - LAYERS[0] * per_layer) * ("output" in modules)
-        flops *= tokens / self.tokens
-        # The products of experts run once forward, twice backward, and once more if they are recomputed.
-        own_layers = [name for name in modules if name.startswith("layers.")]
-        passes = sum(3 + recomputed(config, n)[0] for n, name in enumerate(own_layers) if self.parameters[name].experts)
-        expert = max(size.experts for size in self.parameters.values()) / max(1, self.experts)
-        flops += (busier - 1) * passes * 2 * expert * self._routed(config)
-        times = microbatches(config) * flops / rates.tflops / 1e12
-        bytes = estimated_traffic(config, self.parameters, self.args, modules, stage, busier)
-        return times + sum(count / rates.of(group) / 1e9 for group, count in bytes.items())
+        moe_layers = sum(self.parameters[name].experts > 0 for name in modules)
+        moe: Any = getattr(args, "moe_args", None)
+        blocks = 2 * layers
+        if moe and ep > 1 and ranks["etp"] == 1 and npu_options(config).moe_sequence_parallel:
+            blocks -= moe_layers * (moe.num_shared_experts == 0)
+        # The backward pass may repeat the gathers of a part of the layers, and their other collectives.
+        ac, gathers, scatters = config.activation_checkpoint, 0.0, 0.0
+        if ac.mode == "selective" and ac.selective_ac_option == "op":  # whose results are saved
+            gathers = 1.0
+        elif ac.mode in ("full", "selective"):
+            gathers = scatters = 1.0 if ac.mode == "full" else 1 / max(1, int(ac.selective_ac_option))
+        tokens = microbatches(config) * local_tokens(config) * element
+        row = tokens * args.dim
+        sent["pp"] = ((stage > 0) + (stage < ranks["pp"] - 1)) * row
+        sent["tp"] = row * (tp - 1) * blocks * (4 + gathers + scatters)
+        sent["cp"] = tokens * tp * self._key_value_elements(tp) * (cp - 1) * layers * (2 + gathers)
+        if moe_layers:
+            routed = moe_layers * row * moe.top_k
+            # To the experts and back. Where TP splits the experts, each of its ranks has all rows, and their gradients
+            # are partial sums.
+            sent["ep"] = routed * ranks["etp"] * (ep - 1) / ep * (4 + 2 * scatters)
+            if ep == 1 or ranks["etp"] > 1:
+                sent["etp" if ep > 1 else "tp"] += 2 * routed * (tp - 1)
+        return Counter({name: count for name, count in sent.items() if ranks[name] > 1})
 
-    def _routed(self, config: JobConfig) -> int:
-        """Return the rows of a rank's experts with a balanced load, per layer and microbatch."""
-        return local_tokens(config) * self.args.moe_args.top_k if self.experts else 0
+    def _key_value_elements(self, tp: int) -> float:
+        """Return the elements per token that a rank's context parallel exchanges: keys and values of its heads.
 
-    def _busier(self, config: JobConfig, expert_load: str) -> float:
-        """Return the load of the busiest rank's experts relative to a balanced load."""
-        ep = config.parallelism.expert_parallel_degree
-        if ep == 1 or not self.experts:
-            return 1.0  # every rank has all experts
-        choices = self.experts * self.args.moe_args.top_k * 1000
-        busiest = sum(assumed_load(expert_load, config)(choices, self.experts)[: self.experts // ep])
-        return busiest / (choices / ep)
-
-    def _activations(self) -> tuple[float, float]:
-        """Return the bytes that a layer keeps for the backward pass, and the other activations at the peak."""
-        two, four = (
-            sum(one.at_peak.get(name, 0) for name in ACTIVATIONS) - self.unsharded_gradient for one in self.base
-        )
-        saved = max(0.0, (four - two) / (LAYERS[1] - LAYERS[0]))
-        return saved, two - LAYERS[0] * saved
+        A model that exchanges something else, which TP does not split, declares ``context_parallel_elements``.
+        """
+        args = self.args
+        declared = getattr(args, "context_parallel_elements", None)
+        if declared is not None:
+            return declared
+        if hasattr(args, "v_head_dim"):  # keys and values of different widths
+            return args.n_heads * (args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim) / tp
+        head = getattr(args, "head_dim", None) or args.dim / args.n_heads
+        return 2 * head * (getattr(args, "n_kv_heads", None) or args.n_heads) / tp
 
 
-def truncated_args(config: JobConfig, layers: int) -> Any:
-    """Return the flavor's arguments with ``layers`` layers, at most one of them dense in a MoE model."""
-    args = copy.deepcopy(model_args(config))
-    args.n_layers = layers
-    if hasattr(args, "n_dense_layers"):
-        args.n_dense_layers = min(1, args.n_dense_layers)
-    return args
+def unsharded(size: Size, config: JobConfig) -> Size:
+    """Return the part of ``size`` on a rank after FSDP gathered it. Without EP, tensor parallel also splits experts."""
+    ranks = mesh_sizes(config)
+    experts = ranks["ep"] * ranks["etp"] if ranks["ep"] > 1 else ranks["tp"]
+    return Size(size.dense // ranks["tp"], size.experts // experts)
+
+
+def microbatch(config: JobConfig) -> int:
+    """Return the sequences that a rank computes at a time."""
+    p = config.parallelism
+    pipelined = p.pipeline_parallel_degree > 1
+    return p.pipeline_parallel_microbatch_size if pipelined else config.training.local_batch_size
+
+
+def microbatches(config: JobConfig) -> int:
+    return config.training.local_batch_size // microbatch(config)
+
+
+def local_tokens(config: JobConfig) -> int:
+    """Return the rows of hidden states that a rank has between its layers."""
+    p = config.parallelism
+    return microbatch(config) * config.training.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)

@@ -1,7 +1,9 @@
-"""A plan: estimate every layout that divides a number of devices, dry-run the best ones, and sort them."""
+"""Tries with truncated dry runs: the layouts that divide a number of ranks, and changes that may make a job fit."""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,26 +11,28 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.dry_run import DryRun
-from torchtitan_npu.planner.dry_run_ranks import Failure, assumed_load, attempt
+from torchtitan_npu.planner.dry_run_ranks import StartFailure, attempt, step_seconds, try_job
 from torchtitan_npu.planner.estimate import Estimate, Estimator
-from torchtitan_npu.planner.layout import degrees, has_valid_degrees, layout_name, with_layout
-from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
-from torchtitan_npu.planner.replicated_parameters import heads
-from torchtitan_npu.planner.report import GIB
-from torchtitan_npu.planner.step_time import Rates, step_seconds
-from torchtitan_npu.planner.truncated_dry_run import dry_run_truncated
-from torchtitan_npu.preflight.job import check_job
+from torchtitan_npu.planner.layout import (
+    Size,
+    degrees,
+    has_valid_degrees,
+    layout_name,
+    modules_per_rank,
+    with_layout,
+)
+from torchtitan_npu.planner.memory import GIB
+from torchtitan_npu.planner.work import Rates
 from torchtitan_npu.preflight.pipeline import check_schedule
 from torchtitan_npu.progress import Progress
 
 LARGEST = {"pp": 16, "tp": 16, "cp": 16}
-"""The largest degrees of the search, except for the file's own layout."""
+"""The largest degrees of the search, except for the file's layout."""
 MARGIN = 1.1
 """Layouts whose estimate exceeds the device's memory by less than this factor are dry-run all the same."""
 MAX_ATTEMPTS = 2
@@ -58,10 +62,16 @@ class Layout:
         """Return the microseconds per token of the job, at the assumed rates."""
         if not self.dry_runs:
             return 1e6 * max(self.estimate.seconds)
-        training, own = self.config.training, degrees(self.config)
+        training, layout = self.config.training, degrees(self.config)
         tokens = self.dry_runs[0].accumulated * training.local_batch_size * training.seq_len
-        tokens *= own["dp_shard"] * own["dp_replicate"]
+        tokens *= layout["dp_shard"] * layout["dp_replicate"]
         return 1e6 * step_seconds(self.dry_runs, self.config, rates) / tokens
+
+    def run(self, world_size: int, ranks: list[int], expert_load: str) -> None:
+        """Dry-run ``ranks``, up to the first that fails."""
+        self.dry_runs, error, rank = try_job(self.config, world_size, ranks, expert_load)
+        lacks_gradient = bool(self.dry_runs and self.dry_runs[-1].without_gradient)
+        self.error = f"rank {rank}: {error}" if lacks_gradient else error
 
     def fits(self, device_memory: int) -> bool:
         return not self.error and self.peak <= device_memory
@@ -78,22 +88,36 @@ class Layout:
         }
 
 
-def own_layout(config: JobConfig, world_size: int) -> JobConfig:
-    """Return the job in its own layout on ``world_size`` ranks.
+def job_layout(config: JobConfig, world_size: int) -> JobConfig:
+    """Return the job in the file's layout on ``world_size`` ranks.
 
     Its degrees stay, with two exceptions: shards fill the ranks, and EP is reduced to divide the ranks of a stage.
     """
     if not has_valid_degrees(config):
         return config
     found = degrees(config)
-    others = math.prod(found[name] for name in ("dp_replicate", "cp", "tp", "pp"))
-    if world_size % others:
-        raise UsageError(f"--world-size {world_size}: must be a multiple of {others} for {layout_name(config)}")
-    found["dp_shard"] = world_size // others
-    found["ep"] = math.gcd(
-        found["ep"], world_size // found["pp"] // found["dp_replicate"] // _expert_tp(config, found["tp"])
-    )
+    product = math.prod(found[name] for name in ("dp_replicate", "cp", "tp", "pp"))
+    if world_size % product:
+        raise UsageError(f"--world-size {world_size}: must be a multiple of {product} for {layout_name(config)}")
+    found["dp_shard"] = world_size // product
+    stage_ranks = world_size // found["pp"] // found["dp_replicate"]
+    found["ep"] = math.gcd(found["ep"], stage_ranks // _expert_tp(config, found["tp"]))
     return with_layout(config, found)
+
+
+def weights_and_gradients(
+    size: Size, dtype: str, degrees: dict[str, int], world_size: int, device_memory: int
+) -> dict[str, Any]:
+    """Return the bytes of weights and gradients in ``dtype``: in total and per device, and the devices they need."""
+    per_parameter = 2 * TORCH_DTYPE_MAP[dtype].itemsize
+    total = per_parameter * size.total
+    return {
+        "dtype": dtype,
+        "weights_and_gradients": total,
+        "per_device": total // world_size,
+        "min_devices": math.ceil(total / device_memory),
+        "dense_before_fsdp": per_parameter * size.dense // (degrees["pp"] * degrees["tp"]),
+    }
 
 
 def dividing(config: JobConfig, world_size: int, args: Any, experts: int) -> Iterator[dict[str, int]]:
@@ -103,20 +127,19 @@ def dividing(config: JobConfig, world_size: int, args: Any, experts: int) -> Ite
     """
     replicas = config.parallelism.data_parallel_replicate_degree
     training = config.training
+    heads = math.gcd(args.n_heads, getattr(args, "n_kv_heads", None) or 0)
     for pp in _divisors(world_size // replicas, min(LARGEST["pp"], args.n_layers)):
-        for tp in _divisors(world_size // replicas // pp, LARGEST["tp"]):
-            for cp in _divisors(world_size // replicas // pp // tp, LARGEST["cp"]):
-                ranks = world_size // replicas // pp
+        ranks = world_size // replicas // pp
+        for tp in _divisors(math.gcd(ranks, heads), LARGEST["tp"]):
+            for cp in _divisors(ranks // tp, LARGEST["cp"]):
                 shards = ranks // tp // cp
-                if heads(args) % tp or training.seq_len % (2 * tp * cp):  # ParallelDims.seq_len_divisor
-                    continue
                 batch = training.local_batch_size * shards * replicas
                 if training.global_batch_size > 0 and training.global_batch_size % batch:
                     continue
-                each = ranks // _expert_tp(config, tp)
-                for ep in _divisors(each, experts) if experts else [1]:
-                    if not experts or experts % ep == 0:
-                        yield {"dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
+                if training.seq_len % (2 * tp * cp):  # ParallelDims.seq_len_divisor
+                    continue
+                for ep in _divisors(math.gcd(ranks // _expert_tp(config, tp), experts), experts) if experts else [1]:
+                    yield {"dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp, "pp": pp, "ep": ep}
 
 
 def _expert_tp(config: JobConfig, tp: int) -> int:
@@ -131,86 +154,118 @@ def _divisors(number: int, largest: int) -> list[int]:
 def search(
     config: JobConfig, world_size: int, device_memory: int, expert_load: str, rates: Rates, top: int, console: Console
 ) -> list[Layout]:
-    """Estimate all layouts, dry-run the job's own and the ``top`` best that may fit, and return all, best first."""
-    own = own_layout(config, world_size)
-    console.print(f"the file's layout on {world_size} ranks: {layout_name(own)}")
+    """Estimate all layouts, dry-run the file's and the ``top`` best that may fit, and return all, best first."""
+    job = job_layout(config, world_size)
+    console.print(f"the file's layout on {world_size} ranks: {layout_name(job)}")
     with Progress("plan: running dry runs of few layers, for the estimate"):
-        estimator = attempt(partial(Estimator.of, own), 0)
-    if isinstance(estimator, Failure):
-        raise UsageError(f"{layout_name(own)}, truncated to few layers: {estimator}")
+        estimator = attempt(partial(Estimator.from_job, job), 0)
+    if isinstance(estimator, StartFailure):
+        raise UsageError(f"{layout_name(job)}, truncated to few layers: {estimator}")
     args = estimator.args
-    found, refused = [], 0
+    layouts = list(dividing(config, world_size, args, estimator.experts))
+    if degrees(job) not in layouts:  # beyond LARGEST
+        layouts.append(degrees(job))
+    found = []
     with Progress("plan: estimating layouts") as progress:
-        for layout in dividing(config, world_size, args, estimator.experts):
+        for layout in layouts:
             changed = with_layout(config, layout)
             try:
                 if layout["pp"] > 1:
                     check_schedule(changed, args.n_layers)
                 parts = modules_per_rank(changed, args.n_layers)
             except UsageError:
-                refused += 1
                 continue
-            found.append(Layout(changed, estimator.of_layout(changed, parts, rates, expert_load)))
+            found.append(Layout(changed, estimator.of_layout(changed, parts, rates)))
             progress.update(f"plan: estimating layouts, {len(found)} done")
-    if not any(degrees(one.config) == degrees(own) for one in found):  # beyond LARGEST
-        estimate = estimator.of_layout(own, modules_per_rank(own, args.n_layers), rates, expert_load)
-        found.append(Layout(own, estimate))
     found.sort(key=lambda one: one.microseconds(rates))
     estimated_to_fit = [one for one in found if one.peak <= MARGIN * device_memory]
     most = ", ".join(f"{name.upper()}{degree}" for name, degree in LARGEST.items())
     console.print(
-        f"{len(found) + refused} layouts divide {world_size} ranks, up to {most}; {refused} have no pipeline schedule; "
-        f"{len(estimated_to_fit)} may fit by the estimate; dry runs of the file's own and of the best, until {top} fit"
+        f"{len(layouts)} layouts divide {world_size} ranks, up to {most}; {len(layouts) - len(found)} have no pipeline "
+        f"schedule; {len(estimated_to_fit)} may fit by the estimate; dry runs of the file's own and of the best, "
+        f"until {top} fit"
     )
-    first = [one for one in found if degrees(one.config) == degrees(own)]
-    queue = first + [one for one in estimated_to_fit if one not in first][: MAX_ATTEMPTS * top]
+    first = [one for one in found if degrees(one.config) == degrees(job)]
     fitting = 0
-    for one in queue:
+    for one in first + [one for one in estimated_to_fit if one not in first][: MAX_ATTEMPTS * top]:
         if fitting == top and one not in first:
             break
-        text = f"dry run of {one.name}, estimated {max(one.estimate.memory) / GIB:.1f} GiB"
+        memory, seconds = one.estimate.memory, one.estimate.seconds
+        text = f"dry run of {one.name}, estimated {max(memory) / GIB:.1f} GiB"
+        # The last stage has the logits, which the estimate does not tell from the needs of other stages.
+        stages = sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1})
         with Progress(f"plan: running the {text}"):
-            _dry_run(one, world_size, expert_load)
-        seconds = sum(run.seconds for run in one.dry_runs)
-        result = one.error or f"{one.peak / GIB:.1f} GiB ({seconds:.0f} s)"
+            one.run(world_size, [stage * (world_size // len(memory)) for stage in stages], expert_load)
+        result = one.error or f"{one.peak / GIB:.1f} GiB ({sum(run.seconds for run in one.dry_runs):.0f} s)"
         console.print(f"{text}: {result}", markup=False, soft_wrap=True)
         fitting += one.fits(device_memory) and one not in first
     return sorted(found, key=lambda one: (not one.fits(device_memory), not one.dry_runs, one.microseconds(rates)))
 
 
-def _dry_run(one: Layout, world_size: int, expert_load: str) -> None:
-    memory, seconds = one.estimate.memory, one.estimate.seconds
-    try:
-        check_job(one.config, world_size)
-        # The last stage has the logits, which the estimate does not tell from the needs of other stages.
-        for stage in sorted({memory.index(max(memory)), seconds.index(max(seconds)), len(memory) - 1}):
-            rank = stage * (world_size // one.config.parallelism.pipeline_parallel_degree)
-            load = assumed_load(expert_load, one.config, rank)
-            result = attempt(partial(dry_run_truncated, one.config, world_size, rank, load), rank)
-            if isinstance(result, Failure):
-                one.error = str(result)
-                return
-            one.dry_runs.append(result)
-            if result.without_gradient:
-                one.error = f"rank {rank}: without gradient: {', '.join(result.without_gradient)}"
-                return
-    except UsageError as error:
-        one.error = f"invalid: {error}"
+# --- changes ---
 
 
-def print_layouts(
-    console: Console, found: list[Layout], device_memory: int, rates: Rates, most_estimates: int = 12
-) -> None:
-    """Print the layouts with a dry run, and the best of the others."""
-    table = Table("layout", "peak (GiB)", "", f"of {device_memory / GIB:.4g} GiB", "µs per token, assumed rates")
-    tried = [one for one in found if one.dry_runs or one.error]
-    estimated = [one for one in found if not (one.dry_runs or one.error) and one.fits(device_memory)]
-    for one in tried + estimated[:most_estimates]:
-        verdict = "fits" if one.fits(device_memory) else "[red]does not fit"
-        how = "dry run" if one.dry_runs else "estimate"
-        if one.error:
-            verdict, how = f"[red]{escape(one.error)}", ""
-        table.add_row(one.name, f"{one.peak / GIB:.2f}", how, verdict, f"{one.microseconds(rates):.3f}")
-    console.print(table)
-    fitting = sum(one.fits(device_memory) for one in tried)
-    console.print(f"dry runs: {len(tried)} layouts, {fitting} fit; {len(estimated)} more fit by the estimate")
+@dataclass
+class Tried:
+    """A change of the job, and its result."""
+
+    change: str
+    peak: int | None
+    """Bytes that the job needs, or None if it does not start or train with the change."""
+    rank: int
+    """The representative rank that needs the most, or the first that does not fit."""
+    error: str = ""
+
+
+def changes(config: JobConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return the changes that apply to the job and may lower its peak: a section, and new values of its keys."""
+    p, mode, batch = config.parallelism, config.activation_checkpoint.mode, config.training.local_batch_size
+    cp, shards = 2 * p.context_parallel_degree, p.data_parallel_shard_degree
+    found: list[tuple[str, dict[str, Any]]] = []
+    if not config.optimizer.swap:
+        found.append(("optimizer", {"swap": True}))
+    if p.pipeline_parallel_degree != 1 and p.fsdp_reshard_after_forward != "always":
+        found.append(("parallelism", {"fsdp_reshard_after_forward": "always"}))
+    if mode == "none":
+        found.append(("activation_checkpoint", {"mode": "selective", "selective_ac_option": "op"}))
+    if mode != "full":
+        found.append(("activation_checkpoint", {"mode": "full"}))
+    if batch % 2 == 0:
+        found.append(("training", {"local_batch_size": batch // 2}))
+    if shards == -1:
+        found.append(("parallelism", {"context_parallel_degree": cp}))
+    elif shards % 2 == 0:
+        found.append(("parallelism", {"context_parallel_degree": cp, "data_parallel_shard_degree": shards // 2}))
+    return found
+
+
+def advise(config: JobConfig, world_size: int, runs: list[DryRun], expert_load: str, device_memory: int) -> list[Tried]:
+    """Try every change alone, then all that lowered the peak together, on the ranks of ``runs``."""
+    by_memory = sorted(runs, key=lambda one: -one.needed)
+
+    def try_together(chosen: list[tuple[str, dict[str, Any]]]) -> Tried:
+        changed, texts = copy.deepcopy(config), []
+        for section, values in chosen:
+            for key, value in values.items():
+                setattr(getattr(changed, section), key, value)
+            texts.append(f"{section}." + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()))
+        text = "; ".join(texts)
+        progress.update(f"plan: trying {text}")
+        ranks = [one.rank for one in by_memory]
+        found, error, rank = try_job(changed, world_size, ranks, expert_load, device_memory)
+        if error:
+            return Tried(text, None, rank, error)
+        most = max(found, key=lambda one: one.needed)
+        return Tried(text, most.needed, most.rank)
+
+    tried, helping = [], []
+    with Progress("plan: trying changes") as progress:
+        for change in changes(config):
+            tried.append(try_together([change]))
+            if tried[-1].peak is not None and tried[-1].peak < by_memory[0].needed:
+                helping.append(change)
+        if any(values.get("mode") == "full" for _, values in helping):
+            helping = [change for change in helping if change[1].get("mode") != "selective"]
+        if len(helping) > 1:
+            tried.append(try_together(helping))
+    return tried

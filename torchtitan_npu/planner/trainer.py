@@ -8,24 +8,71 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule
 from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.pipeline import pipeline_stages
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.pipeline_stage import PipelineStage, keeping_counts
 from torchtitan_npu.distributed.tied_weights import ties_weights
-from torchtitan_npu.planner.dry_run_trainer import local_rank
-from torchtitan_npu.planner.expert_load import AssumedLoad, Load, balanced
-from torchtitan_npu.planner.fake_devices import fake_device
-from torchtitan_npu.planner.pipeline_stages import schedule_with_shapes
-from torchtitan_npu.planner.unsupported_jobs import compiles_model
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.planner.fake_devices import AssumedLoad, Load, balanced, fake_device
+from torchtitan_npu.planner.layout import stages_of_rank, uses_fsdp
+from torchtitan_npu.torch_internals.pipelining_shapes import skip_shape_vote
 from torchtitan_npu.trainer import Trainer
+
+
+def check_dry_run(config: JobConfig) -> None:
+    """Raise :class:`UsageError` for a job that may train, but not on fake tensors."""
+    if config.dsa.document_mask:
+        raise UsageError("dsa.document_mask = true is not supported in a dry run: it has no text to find documents in")
+    if config.training.enable_cpu_offload:
+        raise UsageError(
+            "training.enable_cpu_offload = true is not supported in a dry run: fake tensors cannot be pinned"
+        )
+    if config.activation_checkpoint.mode == "memory_budget" and compiles_model(config):
+        raise UsageError(
+            'activation_checkpoint.mode = "memory_budget" is not supported in a dry run: the compiler chooses what is '
+            'kept; "selective" and "full" are supported'
+        )
+    replicas = config.parallelism.data_parallel_replicate_degree
+    if replicas > 1 and not uses_fsdp(config):
+        raise UsageError(
+            f"parallelism.data_parallel_replicate_degree {replicas} alone is not supported in a dry run: DDP compares "
+            "values of the ranks; data_parallel_replicate_degree 1 with data_parallel_shard_degree "
+            f"{replicas} is supported"
+        )
+
+
+def compiles_model(config: JobConfig) -> bool:
+    """Return whether the model itself is compiled, not only the loss."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+@contextmanager
+def local_rank() -> Iterator[None]:
+    """Workaround: TorchTitan 0.2.2's Trainer reads LOCAL_RANK, which torchrun sets; delete when it takes its device.
+
+    Set LOCAL_RANK to 0 in this context if it is not set.
+    """
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = before or "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
 
 
 class DryRunTrainer(Trainer):
@@ -45,9 +92,7 @@ class DryRunTrainer(Trainer):
             super().__init__(without_outputs(job_config))
         self.step = 2  # TorchTitan logs the first step, and logging reads the losses
         if self.parallel_dims.pp_enabled:
-            self.pp_schedule = schedule_with_shapes(
-                self.model_parts, self.parallel_dims, self.job_config, self.model_args, self.device, self.loss_fn
-            )
+            self.pp_schedule = self._schedule_with_shapes()
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
@@ -85,10 +130,6 @@ class DryRunTrainer(Trainer):
         # Fake tensors treat cpu:0 and cpu as two devices.
         self._device = torch.device("cpu") if device.type == "cpu" else device
 
-    @property
-    def uses_loss_parallel(self) -> bool:
-        return self.parallel_dims.tp_enabled and not self.job_config.parallelism.disable_loss_parallel
-
     def _then_fake(self, parallelize: Any) -> Any:
         """Wrap ``parallelize``, or a pipelining function, so that after it every new tensor is fake."""
 
@@ -97,7 +138,7 @@ class DryRunTrainer(Trainer):
             parts = result[1] if isinstance(result, tuple) else [result]
             for part in parts:
                 part.init_weights = functools.partial(_tie_weights, part)
-            # A device's backward pass has its own thread, whose DTensor cache would keep meshes of other dry runs.
+            # A device runs the backward pass in a thread whose DTensor cache would keep meshes of other dry runs.
             self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._contexts.enter_context(fake_device())
             self._contexts.enter_context(AssumedLoad(self._load))
@@ -113,8 +154,8 @@ class DryRunTrainer(Trainer):
             yield {"input": torch.zeros(shape, dtype=torch.int64)}, torch.zeros(shape, dtype=torch.int64)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        for loss in self.auxiliary_losses:
-            loss.start_step()
+        for auxiliary_loss in self.auxiliary_losses:
+            auxiliary_loss.start_step()
         self.run_step(data_iterator)
 
     def sum_over_batch_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -126,6 +167,53 @@ class DryRunTrainer(Trainer):
         loss = super().forward_backward_step(**kwargs)
         self.on_batch_end()
         return loss
+
+    def _schedule_with_shapes(self) -> Any:
+        """Return the job's pipeline schedule over stages that know the shapes they receive and send.
+
+        In training, stages exchange them before the first step. Here the shapes of inputs are arithmetic, and those of
+        outputs come from running the stage once. Stages exchange hidden states of (microbatch, seq_len / CP / TP, dim):
+        tensor parallel splits the sequence between layers. Before a layer without an indexer they also exchange the
+        selected keys, and the indexer's tensors if its loss is shared.
+        """
+        config, dims, args = self.job_config, self.parallel_dims, self.model_args
+        batch, seq_len = config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len
+        length = seq_len // dims.cp
+        # Mixed precision is FSDP's: without FSDP a pipeline computes in training.dtype.
+        dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param if dims.fsdp_enabled else config.training.dtype]
+        mesh, count = dims.get_mesh("pp"), len(pipeline_stages(config, args.n_layers))
+        stages = []
+        for index, part in zip(stages_of_rank(config, mesh.get_local_rank(), count), self.model_parts, strict=True):
+            if index == 0:
+                hidden = torch.zeros(batch, length, dtype=torch.int64, device=self.device)
+            else:
+                shape = batch, length // dims.tp, args.dim
+                hidden = torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=True)
+            inputs = [hidden]
+            if hasattr(args, "passed_tensors"):
+                # Each rank has the keys of seq_len tokens and the queries of ``length`` tokens.
+                shapes = {
+                    "selected": (batch, length, 1, args.attended_keys()),
+                    "index_q": (batch, length, args.index_n_heads, args.index_head_dim),
+                    "index_k": (batch, seq_len, args.index_head_dim),
+                    "index_weights": (batch, length, args.index_n_heads),
+                }
+                for name in args.passed_tensors(min(map(int, part.layers), default=0) - 1):
+                    is_index = name == "selected"
+                    options = {"dtype": torch.int32} if is_index else {"requires_grad": True}
+                    inputs.append(hidden.new_zeros(shapes[name], **options))
+            with torch.no_grad(), keeping_counts(part):
+                found = part(*inputs)
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            outputs = found if isinstance(found, tuple) else (found,)
+            outputs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in outputs)
+            received, sent = (tuple(x.to("meta") for x in each) for each in (inputs, outputs))
+            stage = PipelineStage(part, index, count, self.device, received, sent, group=mesh.get_group())
+            skip_shape_vote(stage)
+            stages.append(stage)
+        return build_pipeline_schedule(config, stages, self.loss_fn)
 
 
 def without_outputs(config: JobConfig) -> JobConfig:

@@ -91,7 +91,7 @@ def check_options(args: argparse.Namespace) -> None:
         if path and (why := unwritable(path)):
             raise UsageError(f"{name} {path}: {why}")
     if args.search:
-        from torchtitan_npu.planner.representative_ranks import REPRESENTATIVE
+        from torchtitan_npu.planner.dry_run_ranks import REPRESENTATIVE
 
         given = {"--picture": args.picture, "--rank": args.rank not in REPRESENTATIVE, "--no-advice": args.no_advice}
         for name, is_given in given.items():
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     from torchtitan_npu import platform
     from torchtitan_npu.config.parser import JobConfigManager, import_module
     from torchtitan_npu.planner.layout import with_all_degrees, world_size_of
-    from torchtitan_npu.planner.step_time import Rates
+    from torchtitan_npu.planner.work import Rates
 
     check_options(args)
     rates = Rates.parse(args.tflops, args.bandwidth)
@@ -148,76 +148,42 @@ def dry_run(
     args: argparse.Namespace, config: Any, rates: Any, world_size: int, report: dict[str, Any], console: Console
 ) -> int:
     """Dry-run the job, and if it does not fit, try changes that may make it fit."""
-    from torchtitan_npu.planner.dry_run_ranks import Failure, dry_run_ranks
+    from torchtitan_npu.planner.dry_run_ranks import StartFailure, dry_run_ranks, selected_ranks, step_seconds
     from torchtitan_npu.planner.layout import layout_name
-    from torchtitan_npu.planner.representative_ranks import selected_ranks
+    from torchtitan_npu.planner.report import as_json, draw, print_advice, print_memory, print_work
+    from torchtitan_npu.planner.search import advise
     from torchtitan_npu.preflight.job import check_job
 
     with Progress("plan: checking the job"):
         check_job(config, world_size)
     names = selected_ranks(args.rank, config, world_size)
     results = dict(zip(names.values(), dry_run_ranks(config, world_size, list(names), args.expert_load), strict=True))
-    failures = {name: one for name, one in results.items() if isinstance(one, Failure)}
-    runs = {name: one for name, one in results.items() if not isinstance(one, Failure)}
+    failures = {name: one for name, one in results.items() if isinstance(one, StartFailure)}
+    runs = {name: one for name, one in results.items() if not isinstance(one, StartFailure)}
     report["layout"] = layout_name(config)
     title = f"{config.model.name} {config.model.flavor}, {config.training.seq_len} tokens, {layout_name(config)}"
     title += f", {world_size} ranks, expert load {args.expert_load}"
     console.print(f"\n{title}")
-    show_failures(failures, report, console)
-    if runs:
-        show_ranks(args, config, rates, runs, title, report, console)
-    if failures:
-        return 2
-    fits = all(one.needed <= args.device_memory for one in runs.values())
-    if not fits and not args.no_advice:
-        advise_and_show(args, config, world_size, list(runs.values()), report, console)
-    return int(not fits or any(one.without_gradient for one in runs.values()))
-
-
-def show_failures(failures: dict[str, Any], report: dict[str, Any], console: Console) -> None:
-    """Print and report the error of each rank that would not start."""
     for name, failure in failures.items():
         console.print(f"rank {failure.rank} ({name}): {failure}", style="red", markup=False)
     report["failures"] = [{"name": name, **vars(one)} for name, one in failures.items()]
-
-
-def show_ranks(
-    args: argparse.Namespace,
-    config: Any,
-    rates: Any,
-    runs: dict[str, Any],
-    title: str,
-    report: dict[str, Any],
-    console: Console,
-) -> None:
-    """Print the tables, draw the plot, and add both to the report."""
-    from torchtitan_npu.planner.plot import draw
-    from torchtitan_npu.planner.report import as_json, print_memory, print_work
-    from torchtitan_npu.planner.step_time import step_seconds
-
-    print_memory(console, runs, args.device_memory)
-    print_work(console, runs, rates)
-    report["step_seconds"] = step_seconds(list(runs.values()), config, rates)
-    console.print(f"a step takes {report['step_seconds']:.4g} s at these rates, with the pipeline's idle time")
-    report["ranks"] = [as_json(name, one, rates, args.device_memory) for name, one in runs.items()]
-    if args.picture:
-        draw(args.picture, runs, args.device_memory, title)
-
-
-def advise_and_show(
-    args: argparse.Namespace,
-    config: Any,
-    world_size: int,
-    runs: list[Any],
-    report: dict[str, Any],
-    console: Console,
-) -> None:
-    """Try changes that may make the job fit, and print the results."""
-    from torchtitan_npu.planner.advice import advise, print_advice
-
-    tried = advise(config, world_size, runs, args.expert_load, args.device_memory)
-    print_advice(console, tried, max(runs, key=lambda one: one.needed), args.device_memory)
-    report["advice"] = [vars(one) for one in tried]
+    found = list(runs.values())
+    if found:
+        print_memory(console, runs, args.device_memory)
+        print_work(console, runs, rates)
+        report["step_seconds"] = step_seconds(found, config, rates)
+        console.print(f"a step takes {report['step_seconds']:.4g} s at these rates, with the pipeline's idle time")
+        report["ranks"] = [as_json(name, one, rates, args.device_memory) for name, one in runs.items()]
+        if args.picture:
+            draw(args.picture, runs, args.device_memory, title)
+    if failures:
+        return 2
+    fits = all(one.needed <= args.device_memory for one in found)
+    if not fits and not args.no_advice:
+        tried = advise(config, world_size, found, args.expert_load, args.device_memory)
+        print_advice(console, tried, max(found, key=lambda one: one.needed), args.device_memory)
+        report["advice"] = [vars(one) for one in tried]
+    return int(not fits or any(one.without_gradient for one in found))
 
 
 def search_layouts(
@@ -225,29 +191,29 @@ def search_layouts(
 ) -> int:
     """Estimate every layout that divides the ranks, and dry-run the best."""
     from torchtitan_npu.planner.dry_run_ranks import assumed_load
-    from torchtitan_npu.planner.layout import degrees
-    from torchtitan_npu.planner.parameters import Size, arithmetic, print_arithmetic, sizes
-    from torchtitan_npu.planner.search import own_layout, print_layouts, search
+    from torchtitan_npu.planner.layout import Size, degrees, sizes
+    from torchtitan_npu.planner.report import print_layouts, print_weights_and_gradients
+    from torchtitan_npu.planner.search import job_layout, search, weights_and_gradients
     from torchtitan_npu.preflight.job import check_job
     from torchtitan_npu.preflight.job_context import build_on_meta
 
-    own = own_layout(config, world_size)
+    job = job_layout(config, world_size)
     with Progress("plan: checking the job"):
-        check_job(own, world_size)  # a mistake in the file would only exclude layouts
-    assumed_load(args.expert_load, own)
+        check_job(job, world_size)  # a mistake in the file would only exclude layouts
+    assumed_load(args.expert_load, job)
     with Progress("plan: counting parameters"):
         size = sum(sizes(build_on_meta(config)).values(), Size(0, 0))
-    numbers = report["arithmetic"] = arithmetic(
-        size, config.training.dtype, degrees(config), world_size, args.device_memory
-    )
-    print_arithmetic(console, numbers, degrees(config), world_size, args.device_memory)
+    layout, memory = degrees(config), args.device_memory
+    numbers = weights_and_gradients(size, config.training.dtype, layout, world_size, memory)
+    report["arithmetic"] = numbers
+    print_weights_and_gradients(console, numbers, layout, world_size, memory)
     if world_size < numbers["min_devices"]:
         report["layouts"] = []
         return 1
-    found = search(config, world_size, args.device_memory, args.expert_load, rates, args.top, console)
-    print_layouts(console, found, args.device_memory, rates)
-    report["layouts"] = [one.as_json(args.device_memory, rates) for one in found]
-    return int(not any(one.fits(args.device_memory) and one.dry_runs for one in found))
+    found = search(config, world_size, memory, args.expert_load, rates, args.top, console)
+    print_layouts(console, found, memory, rates)
+    report["layouts"] = [one.as_json(memory, rates) for one in found]
+    return int(not any(one.fits(memory) and one.dry_runs for one in found))
 
 
 BACKENDS = {

@@ -1,17 +1,19 @@
-"""FLOPs of the npu:: operators equal those that torch counts for the same computation in plain matrix products."""
+"""The work of a step: FLOPs of the npu:: operators, which torch counts in plain matrix products, and collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchtitan_npu.ops  # noqa: F401  # declares torch.ops.npu
-from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_device
-from torchtitan_npu.planner.flops import flops
+from torchtitan_npu import platform
+from torchtitan_npu.planner import BelowSubclasses, fake_device, fake_ranks
+from torchtitan_npu.planner.work import Traffic, flops, hccl_memory
 from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
@@ -185,3 +187,30 @@ def test_fusion_attention() -> None:
 
     forward, backward = plain(attention)
     assert counted(fused) == (forward, plain(scores, backward=False)[0] + backward)
+
+
+def test_traffic_of_every_all_to_all() -> None:
+    traffic, key = Traffic({}), ("world", "all_to_all")
+
+    def call(op: Any, *args: Any) -> None:
+        traffic.record(op, args, {}, op(*args))
+
+    with fake_ranks(4), fake_device():
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        x = torch.empty(8, 4)
+        call(torch.ops._dtensor.shard_dim_alltoall.default, x, 0, 1, group.group_name)
+        assert traffic.sent[key] == x.nbytes * 3 / 4
+        functional = torch.ops._c10d_functional.all_to_all_single.default
+        call(functional, x[:0], [2, 2, 2, 2], [0, 0, 0, 0], group.group_name)  # this rank only receives
+        assert traffic.sent[key] == 2 * x.nbytes * 3 / 4
+        call(functional, x[:0], [0, 0, 0, 0], [0, 0, 0, 0], group.group_name)
+        assert traffic.calls[key] == 3 and traffic.sent[key] == 2 * x.nbytes * 3 / 4
+
+
+def test_memory_of_hccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    with platform.job_for("npu"):
+        assert hccl_memory(["fsdp", "ep"], {"ep": 64, "tp": 32}) == 2 * (200 + 64) << 20
+    with platform.job_for("cpu"):
+        assert hccl_memory(["fsdp", "ep"], {}) == 0
