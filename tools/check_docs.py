@@ -30,33 +30,43 @@ CODE_FOLDERS = ("torchtitan_npu", "tools", "tests")
 
 LONGEST_SENTENCE = 45
 """Words; a longer sentence is an error."""
-LONG_SENTENCE = 40
-"""Words; at most ``LONG_SHARE`` of the sentences may have as many."""
-LONG_SHARE = 0.01
-MOST_WORDS = 23_140
-"""Words of prose in docs/, README.md and CONTRIBUTING.md."""
-MOST_WORDS_OF_PAGE = {"docs/how-to/compile.md": 1500}
-"""Words of all text of a page, with tables and code, as ``wc -w`` counts them."""
+MOST_WORDS = 17_500
+"""Words outside tables and fences of README.md and the English pages of docs/."""
 
-WORDING = {
-    r"homes?": "backend",
-    r"mend(s|ed|ing)?": "fix, work around",
-    r"hands? on": "pass",
-    r"told by": "given by",
-    r"as (they|it) lies?": "as it is stored",
-    r"lies? (as|so|like)": "has the layout of",
-    r"lie token by token|lie head by head": "is stored in the order",
-    r"(kept|taken|captured|gathered|left|comes? in|held) whole": "replicated, unsharded, in one graph",
-    r"shared? out": "shard, distribute",
-    r"rehears\w*": "dry run, plan, contract test",
-    r"stand-ins?": "reference kernel",
-    r"on (its|their) way": "in flight",
-    r"nobody's device": "placeholder",
-    r"by whatever name": "under any name",
-    r"nudged?": "perturbed",
-    r"ugly": "edge-case",
-}
-"""Private metaphors, as regular expressions of whole words, and the usual word for each."""
+GLOSSARY_IN_PACKAGE = False
+"""Whether the words with a pattern for names are errors in the package's names, docstrings and comments, too."""
+
+WORDS = (
+    # in prose, in names, the usual word
+    (r"homes?", "", "backend"),
+    (r"mend(s|ed|ing)?", "", "fix, work around"),
+    (r"hands? on", "", "pass"),
+    (r"told by", "", "given by"),
+    (r"as (they|it) lies?", "", "as it is stored"),
+    (r"lies? (as|so|like)", "", "has the layout of"),
+    (r"lie token by token|lie head by head", "", "is stored in the order"),
+    (r"(kept|taken|captured|gathered|left|comes? in|held) whole", "", "replicated, unsharded, in one graph"),
+    (r"shared? out", "", "shard, distribute"),
+    (r"rehears\w*", "", "dry run, plan, contract test"),
+    (r"stand-ins?", "", "reference kernel"),
+    (r"on (its|their) way", "", "in flight"),
+    (r"nobody's device", "", "placeholder"),
+    (r"by whatever name", "", "under any name"),
+    (r"nudged?", "", "perturbed"),
+    (r"ugly", "", "edge-case"),
+    (r"(?<!in )(?<!last )(?<!takes )places?", r"(?<!in_)places?", "position, slot, entry"),
+    (r"ours|theirs", r"own|ours|theirs", "local, this package's, upstream"),
+    (r"ends of (the )?documents?", r"ends|of_queries|of_keys", "cu_seqlens, cu_seqlens_q, cu_seqlens_k"),
+    (r"(flipped|recorded|discrete) choices?", r"choices?", "routing decision"),
+    (r"accounts? of", r"accounts?", "aux loss"),
+    (r"exchange of keys", r"exchange", "kv_gather; LocalKV, AllGatherKV"),
+    (r"(in|of|the|each) spans?", r"spans?", "chunk"),
+    (r"kept steps?", r"kept_step", "captured step"),
+    (r"bundles?", r"bundles?", "bucket"),
+    (r"epilogs?", r"(?<!mla_)prolog|epilog", "what it computes"),
+    (r"retyped", r"retyped|with_forward|rebound", "convert_module, swap_forward, copy_with_globals"),
+)
+"""Words of this project alone, as regular expressions of whole words, and the trade's word for each."""
 
 NAMED_FILE = re.compile(
     r"(?<![\w/.-])((?:torchtitan_npu|tests|tools|docs|train_configs)/[\w/.-]+(?:\.(?:py|sh|toml|json|env|md)\b|(?=`)))"
@@ -69,33 +79,35 @@ GENERATED = r"<!-- (\w+): begin -->.*?<!-- \1: end -->|<!-- made by .*?<!-- end 
 OTHER_LANGUAGE = "the other language"
 """Stands for the link of a page to its translation, and back."""
 
-_WORDING = {re.compile(rf"(?<![\w-])(?:{phrase})(?![\w-])", re.IGNORECASE): use for phrase, use in WORDING.items()}
+
+def whole_words(phrase: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w-])(?:{phrase})(?![\w-])", re.IGNORECASE)
+
+
+_PROSE = {whole_words(phrase): use for phrase, _, use in WORDS}
+_METAPHORS = {whole_words(phrase): use for phrase, in_names, use in WORDS if not in_names}
+_NAMES = {re.compile(rf"(?<![a-z])(?:{phrase})(?![a-z])"): use for _, phrase, use in WORDS if phrase}
 
 
 @dataclass(frozen=True)
 class Block:
     """A paragraph, list item or quotation without its markup."""
 
-    place: str
+    where: str
     """``file:line`` of its first line."""
     text: str
 
 
-@dataclass(frozen=True)
-class Example:
-    """A fenced block marked as runnable."""
-
-    page: Path
-    line: int
-    language: str
-    code: str
-
-
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return the English Markdown files, whose prose is counted."""
+    """Return the English Markdown files."""
     found = sorted((root / "docs").rglob("*.md"))
     chinese = root / "docs/zh-CN"
     return [root / "README.md", root / "CONTRIBUTING.md", *(page for page in found if chinese not in page.parents)]
+
+
+def counted(root: Path = ROOT) -> list[Path]:
+    """Return the pages whose amount of words is limited."""
+    return [page for page in pages(root) if page.name != "CONTRIBUTING.md"]
 
 
 def translations(root: Path = ROOT) -> dict[Path, Path]:
@@ -131,12 +143,7 @@ def without_fences(text: str) -> list[str]:
     for first, _, content in fences(text):
         last = first + content.count("\n") + 1
         lines[first - 1 : last] = [""] * (last - first + 1)
-    return re.sub(r"<!--.*?-->", blank_lines, "\n".join(lines), flags=re.DOTALL).split("\n")
-
-
-def blank_lines(match: re.Match[str]) -> str:
-    """Return as many line ends as the match has."""
-    return "\n" * match[0].count("\n")
+    return without(r"<!--.*?-->", "\n".join(lines)).split("\n")
 
 
 def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
@@ -150,13 +157,12 @@ def prose(path: Path, root: Path = ROOT) -> Iterator[Block]:
 
     def finish() -> Iterator[Block]:
         text = " ".join(paragraph)
-        caption = re.fullmatch(r"(\*|_)(?!\1).*\1", text) and not text.startswith("**")
+        caption = re.fullmatch(r"(\*|_)(?!\1).*\1\.?", text) and not text.startswith("**")
         if text and not caption:
             yield Block(f"{name}:{first}", plain(text))
         paragraph.clear()
 
-    text = re.sub(GENERATED, blank_lines, path.read_text(), flags=re.DOTALL)
-    for number, line in enumerate(without_fences(text), 1):
+    for number, line in enumerate(without_fences(without(GENERATED, path.read_text())), 1):
         line = line.strip()
         item = re.match(r"([-*+]|\d+\.|>)\s+", line)
         if not line or line.startswith(("|", "#", "![")) or item:
@@ -173,6 +179,11 @@ def text_lines(path: Path, root: Path = ROOT) -> Iterator[Block]:
     """Yield every line of a Markdown file outside code: prose, headings, tables and captions."""
     for number, line in enumerate(without_fences(path.read_text()), 1):
         yield Block(f"{path.relative_to(root)}:{number}", plain(line))
+
+
+def without(pattern: str, text: str) -> str:
+    """Return ``text`` without what matches, with all its line ends."""
+    return re.sub(pattern, lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
 
 
 def plain(text: str) -> str:
@@ -202,9 +213,17 @@ def docstrings(path: Path, root: Path = ROOT) -> Iterator[Block]:
     """Yield the paragraphs of every docstring of a Python file, strings below an attribute included."""
     for statement in statements(ast.parse(path.read_text())):
         text = getattr(getattr(statement, "value", None), "value", None)
-        if isinstance(statement, ast.Expr) and isinstance(text, str):
-            place = f"{path.relative_to(root)}:{statement.lineno}"
-            yield from docstring_blocks(place, text, statement.col_offset)
+        if not (isinstance(statement, ast.Expr) and isinstance(text, str)):
+            continue
+        paragraph: list[str] = []
+        for line in [*text.split("\n"), ""]:
+            line = line.removeprefix(" " * statement.col_offset)
+            ends = not line.strip() or line.startswith(("..", "- ", "* ", "  "))
+            if ends and paragraph:
+                yield Block(f"{path.relative_to(root)}:{statement.lineno}", plain(" ".join(paragraph)))
+                paragraph = []
+            if line.strip() and not line.startswith(("    ", "..")):  # neither code nor a directive
+                paragraph.append(line.strip().removeprefix("- ").removeprefix("* "))
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -215,19 +234,6 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
             yield from statements(child)
 
 
-def docstring_blocks(place: str, text: str, indent: int) -> Iterator[Block]:
-    """Yield the paragraphs of a docstring, stored with ``indent`` spaces, without indented code and directives."""
-    lines = [line.removeprefix(" " * indent) for line in text.split("\n")]
-    paragraph: list[str] = []
-    for line in [*lines, ""]:
-        ends = not line.strip() or line.startswith(("    ", "..", "- ", "* ", "  "))
-        if ends and paragraph:
-            yield Block(place, plain(" ".join(paragraph)))
-            paragraph = []
-        if line.strip() and not line.startswith(("    ", "..")):
-            paragraph.append(line.strip().removeprefix("- ").removeprefix("* "))
-
-
 def comments(path: Path, root: Path = ROOT) -> Iterator[Block]:
     """Yield the comments of a Python file, one per line."""
     with path.open("rb") as file:
@@ -236,9 +242,20 @@ def comments(path: Path, root: Path = ROOT) -> Iterator[Block]:
                 yield Block(f"{path.relative_to(root)}:{token.start[0]}", plain(token.string.lstrip("# ")))
 
 
-def python_files(root: Path = ROOT) -> list[Path]:
+def names(path: Path, root: Path = ROOT) -> Iterator[Block]:
+    """Yield the names that a Python file defines, in snake case, one per block."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = getattr(node, "name", None) or getattr(node, "arg", None)
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+        if isinstance(name, str) and not isinstance(node, ast.alias | ast.keyword):
+            snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+            yield Block(f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}", snake)
+
+
+def python_files(root: Path = ROOT, folders: Iterable[str] = CODE_FOLDERS) -> list[Path]:
     """Return the Python files of the package, tools and tests."""
-    return [path for folder in CODE_FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    return [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
 
 
 # --- Checks ---------------------------------------------------------------------------------------------------------
@@ -249,38 +266,27 @@ def sentence_errors(blocks: list[Block]) -> Iterator[str]:
     for block in blocks:
         for sentence in sentences(block.text):
             if (count := words(sentence)) > LONGEST_SENTENCE:
-                yield f"{block.place}: a sentence of {count} words, at most {LONGEST_SENTENCE}: {sentence[:60]} ..."
+                yield f"{block.where}: a sentence of {count} words, at most {LONGEST_SENTENCE}: {sentence[:60]} ..."
 
 
-def wording_errors(blocks: Iterable[Block]) -> Iterator[str]:
-    """Yield each private metaphor."""
+def word_errors(blocks: Iterable[Block], words: dict[re.Pattern[str], str] = _METAPHORS) -> Iterator[str]:
+    """Yield each of the ``words`` that a block has."""
     for block in blocks:
-        for pattern, use in _WORDING.items():
+        for pattern, use in words.items():
             for match in pattern.finditer(block.text):
-                yield f"{block.place}: {match[0]!r}: use {use}"
+                yield f"{block.where}: {match[0]!r}: use {use}"
 
 
-def long_share(blocks: list[Block]) -> tuple[int, int]:
-    """Return the number of long sentences and of all sentences."""
-    counts = [words(sentence) for block in blocks for sentence in sentences(block.text)]
-    return sum(count >= LONG_SENTENCE for count in counts), len(counts)
+def package_word_errors(root: Path = ROOT) -> Iterator[str]:
+    """Yield each word of the glossary in the package's names, docstrings and comments."""
+    for path in python_files(root, ["torchtitan_npu"]):
+        yield from word_errors(names(path, root), _NAMES)
+        yield from word_errors([*docstrings(path, root), *comments(path, root)], _PROSE)
 
 
-def amount_errors(blocks: list[Block]) -> Iterator[str]:
-    """Yield an error if there is too much prose or if too many sentences are long."""
-    total = sum(words(block.text) for block in blocks)
-    if total > MOST_WORDS:
-        yield f"{total} words of prose, at most {MOST_WORDS}"
-    long, count = long_share(blocks)
-    if long >= LONG_SHARE * max(count, 1) and long:
-        yield f"{long} of {count} sentences have {LONG_SENTENCE} words or more, the limit is {LONG_SHARE:.0%}"
-
-
-def page_errors(root: Path = ROOT) -> Iterator[str]:
-    """Yield each page with more words than ``MOST_WORDS_OF_PAGE`` allows."""
-    for name, most in MOST_WORDS_OF_PAGE.items():
-        if (count := len((root / name).read_text().split())) > most:
-            yield f"{name}: {count} words, at most {most}"
+def amount(path: Path) -> int:
+    """Return the number of words of a page outside tables and fences."""
+    return sum(len(line.split()) for line in without_fences(path.read_text()) if not line.startswith("|"))
 
 
 def anchors(text: str) -> set[str]:
@@ -402,12 +408,9 @@ def link_targets(path: Path, text: str, root: Path) -> Iterator[str]:
 # --- Runnable examples ----------------------------------------------------------------------------------------------
 
 
-def examples(path: Path) -> Iterator[Example]:
-    """Yield the runnable examples of a page."""
-    for line, info, code in fences(path.read_text()):
-        language, *rest = info.split() or [""]
-        if "run" in rest:
-            yield Example(path, line, language, code)
+def examples(path: Path) -> list[tuple[int, str, str]]:
+    """Return line, language and code of each runnable example of a page."""
+    return [(line, info.split()[0], code) for line, info, code in fences(path.read_text()) if " run" in info]
 
 
 def run_examples(
@@ -419,23 +422,21 @@ def run_examples(
     ``root``, and returns errors.
     """
     for path in paths:
-        found = list(examples(path))
-        python = [example for example in found if example.language == "python"]
-        if python:
-            lines: list[str] = []
-            for example in python:  # padded, so that a traceback has the line numbers of the page
-                lines += [""] * (example.line - len(lines)) + example.code.splitlines()
-            code, place = "\n".join(lines), f"{path.relative_to(root)}: python"
-            yield from run_python(code, place, root) if run_python else run([sys.executable, "-c", code], place, root)
-        for example in found:
-            place = f"{path.relative_to(root)}:{example.line}"
-            if example.language == "bash":
-                yield from run(["bash", "-euo", "pipefail", "-c", example.code], place, root)
-            elif example.language != "python":
-                yield f"{place}: only bash and python examples can be run, not {example.language!r}"
+        lines: list[str] = []
+        for line, language, code in examples(path):
+            where = f"{path.relative_to(root)}:{line}"
+            if language == "python":  # padded, so that a traceback has the line numbers of the page
+                lines += [""] * (line - len(lines)) + code.splitlines()
+            elif language == "bash":
+                yield from run(["bash", "-euo", "pipefail", "-c", code], where, root)
+            else:
+                yield f"{where}: only bash and python examples can be run, not {language!r}"
+        if lines:
+            code, where = "\n".join(lines), f"{path.relative_to(root)}: python"
+            yield from run_python(code, where, root) if run_python else run([sys.executable, "-c", code], where, root)
 
 
-def run(command: list[str], place: str, root: Path) -> Iterator[str]:
+def run(command: list[str], where: str, root: Path) -> Iterator[str]:
     """Run ``command`` in a folder of links to the checkout; yield an error if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         work, scripts = Path(folder) / "checkout", Path(folder) / "bin"
@@ -457,15 +458,38 @@ def run(command: list[str], place: str, root: Path) -> Iterator[str]:
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
     if done.returncode:
         end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        yield f"{place}: the example ends with exit code {done.returncode}\n{end}"
+        yield f"{where}: the example ends with exit code {done.returncode}\n{end}"
 
 
-def statistics(title: str, blocks: list[Block]) -> str:
-    """Return one line with the words, sentences and long sentences of ``blocks``."""
-    long, count = long_share(blocks)
-    total = sum(words(block.text) for block in blocks)
-    share = long / max(count, 1)
-    return f"{title}: {total} words in {count} sentences, {long} ({share:.1%}) of {LONG_SENTENCE} words or more"
+def prose_errors(root: Path = ROOT) -> Iterator[str]:
+    """Yield the errors in the words of all pages."""
+    changes = root / "CHANGELOG.md"
+    for path in (*pages(root), changes):
+        blocks = list(prose(path, root))
+        yield from sentence_errors(blocks)
+        yield from word_errors(text_lines(path, root))
+        yield from word_errors(blocks if path != changes else [], _PROSE)
+    if (total := sum(map(amount, counted(root)))) > MOST_WORDS:
+        yield f"{total} words outside tables and fences, at most {MOST_WORDS}"
+
+
+def reference_errors(root: Path = ROOT) -> Iterator[str]:
+    """Yield broken links and names of files, and differences between pages and their translations."""
+    for path in (*pages(root), *translations(root).values(), root / "CHANGELOG.md"):
+        yield from link_errors(path, root)
+    for pair in translations(root).items():
+        yield from translation_errors(*pair, root)
+    yield from named_page_errors(root)
+
+
+def code_errors(root: Path = ROOT) -> Iterator[str]:
+    """Yield the errors in docstrings, comments and names of the Python files."""
+    for path in python_files(root):
+        blocks = [*docstrings(path, root), *comments(path, root)]
+        yield from sentence_errors(blocks)
+        yield from word_errors(blocks)
+    if GLOSSARY_IN_PACKAGE:
+        yield from package_word_errors(root)
 
 
 def main(argv: list[str]) -> int:
@@ -474,29 +498,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--docstrings", action="store_true", help="check docstrings and comments of the Python files")
     parser.add_argument("--pages", action="store_true", help="print the words of each page")
     args = parser.parse_args(argv)
-
-    paths = pages()
-    blocks = [block for path in paths for block in prose(path)]
-    changes = list(prose(ROOT / "CHANGELOG.md"))
-    everything = [*blocks, *changes]
-    lines = [line for path in (*paths, ROOT / "CHANGELOG.md") for line in text_lines(path)]
-    errors = [*sentence_errors(everything), *wording_errors(lines), *amount_errors(blocks), *page_errors()]
-    linked = (*paths, *translations().values(), ROOT / "CHANGELOG.md")
-    errors += [error for path in linked for error in link_errors(path)]
-    errors += [error for pair in translations().items() for error in translation_errors(*pair)]
-    errors += named_page_errors()
-    print(statistics("docs, README and CONTRIBUTING", blocks))
+    errors = [*prose_errors(), *reference_errors()]
+    print(f"{sum(map(amount, counted()))} words in README.md and docs/, at most {MOST_WORDS}")
     if args.pages:
-        for path in paths:
-            print(f"{sum(words(block.text) for block in prose(path)):6} {path.relative_to(ROOT)}")
+        print(*(f"{amount(path):6} {path.relative_to(ROOT)}" for path in counted()), sep="\n")
     if args.docstrings:
-        texts = [block for path in python_files() for block in docstrings(path)]
-        print(statistics("docstrings", texts))
-        texts += [block for path in python_files() for block in comments(path)]
-        errors += [*sentence_errors(texts), *wording_errors(texts)]
+        errors += code_errors()
     if args.run:
-        errors += run_examples(paths)
-    print(*errors, sep="\n")
+        errors += run_examples(pages())
+    if errors:
+        print(*errors, sep="\n")
     return int(bool(errors))
 
 

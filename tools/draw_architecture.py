@@ -1,96 +1,144 @@
-"""Draw docs/images/architecture.svg: the path of one tensor from the TOML file to the kernel.
+"""Draw docs/images/architecture.svg: the rooms of the package on floors, with the imports between them.
 
-python tools/draw_architecture.py [FILE ...]    # other files, for example a PNG to look at
+    python tools/draw_architecture.py [FILE ...]    # other files, for example a PNG to look at
+
+Rooms, floors and arrows follow from the imports of all files, annotations and imports inside functions included. A room
+stands one floor above the highest room that it imports, so every arrow points down; a circle is an error. An arrow is
+left out if others lead the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
+from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyBboxPatch
-
-FILE = Path(__file__).parents[1] / "docs" / "images" / "architecture.svg"
-BLUE, GREEN, ORANGE, GRAY = "#dbe9f6", "#e0f2e0", "#fdebd3", "#f2f2f2"
-
-# x, y, width, height, title, text, color
-START = [
-    (0.0, 7.6, 2.5, 1.15, "my_job.toml", 'converters =\n["npu_rms_norm"]', GRAY),
-    (2.9, 7.6, 2.5, 1.15, "config/", "parse, preflight: a misspelt\nname is a one-line error", BLUE),
-    (5.8, 7.6, 2.5, 1.15, "train.py, trainer.py", "subclass of TorchTitan's\nTrainer: model on meta", BLUE),
-    (8.7, 7.6, 2.5, 1.15, "converters/", "nn.RMSNorm becomes\nNpuRMSNorm, same weight", BLUE),
-    (11.6, 7.6, 2.5, 1.15, "train_specs/adapt.py", "corrected() calls the plans\n(TP, CP, EP, FSDP, compile)", BLUE),
-]
-STEP = [
-    (0.0, 4.9, 2.5, 1.15, "x in layer 0", "(bsz, seqlen, dim)\nbfloat16", GRAY),
-    (2.9, 4.9, 2.5, 1.15, "NpuRMSNorm.forward", "converters/rms_norm.py", GREEN),
-    (5.8, 4.9, 2.5, 1.15, "npu_rms_norm", "schema: ops/rms_norm/op.py;\nNPU: torch_npu's", GREEN),
-    (8.7, 4.9, 2.5, 1.15, "autograd", "GPU, CPU: ops/core/autograd.py;\nNPU: torch_npu's", GREEN),
-    (11.6, 4.9, 2.5, 1.15, "DTensor rule", "sharded x: ops/core/sharding.py;\nNPU: ours only if one is missing", GREEN),
-]
-KERNELS = [
-    (0.0, 2.2, 3.2, 1.15, "Ascend NPU", "torch_npu: its checks,\nits kernel on CANN", ORANGE),
-    (3.63, 2.2, 3.2, 1.15, "NVIDIA GPU", "checks of op.py on the local shard,\nthen ops/rms_norm/triton.py", ORANGE),
-    (7.26, 2.2, 3.2, 1.15, "CPU", "checks of op.py on the local shard,\nthen ops/rms_norm/reference.py", ORANGE),
-    (10.9, 2.2, 3.2, 1.15, "fake tensors (plan)", "checks, then shapes: op.py\nor torch_npu's meta kernel", ORANGE),
-]
-BANDS = [(8.95, "once, before the first step"), (6.25, "in every step"), (3.55, "the dispatcher selects one kernel")]
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchtitan_npu"
+FILE = ROOT / "docs/images/architecture.svg"
+GROUND = "files at the root"
+"""The room of root modules that import no folder, such as errors.py."""
+COLORS = ["#f2f2f2", "#fdebd3", "#e0f2e0", "#dbe9f6"]
 
 
-def draw() -> plt.Figure:
-    """Return the figure."""
-    figure, axes = plt.subplots(figsize=(12, 6.2))
-    for x, y, width, height, title, text, color in [*START, *STEP, *KERNELS]:
-        axes.add_patch(
-            FancyBboxPatch(
-                (x, y), width, height, "round,pad=0,rounding_size=0.08", facecolor=color, edgecolor="#555555"
-            )
-        )
-        axes.text(x + width / 2, y + height - 0.27, title, ha="center", va="center", fontsize=10, weight="bold")
-        axes.text(x + width / 2, y + 0.40, text, ha="center", va="center", fontsize=8)
-    for row in (START, STEP):
-        for left, right in itertools.pairwise(row):
-            arrow(axes, (left[0] + left[2], left[1] + 0.575), (right[0], right[1] + 0.575))
-    axes.plot([12.85, 12.85], [7.6, 6.75], color="#555555", linewidth=1.2)
-    axes.plot([12.85, 1.25], [6.75, 6.75], color="#555555", linewidth=1.2)
-    arrow(axes, (1.25, 6.75), (1.25, 6.05))
-    axes.plot([12.85, 12.85], [4.9, 4.05], color="#555555", linewidth=1.2)
-    axes.plot([1.6, 12.85], [4.05, 4.05], color="#555555", linewidth=1.2)
-    for kernel in KERNELS:
-        center = kernel[0] + kernel[2] / 2
-        arrow(axes, (center, 4.05), (center, 3.35))
-    for y, text in BANDS:
-        axes.text(
-            7.05,
-            y,
-            text,
-            ha="center",
-            va="center",
-            fontsize=9.5,
-            style="italic",
-            color="#333333",
-            backgroundcolor="white",
-        )
-    axes.set_xlim(-0.1, 14.2)
-    axes.set_ylim(2.0, 9.3)
+def imported(path: Path, package: Path) -> set[str]:
+    """Return the folders and root modules of the package that a file imports."""
+    found = set()
+    above = [package.name, *path.relative_to(package).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*above[: len(above) - node.level + 1], *(node.module or "").split(".")] if node.level else []
+            names = [".".join(filter(None, [*(base or [node.module or ""]), alias.name])) for alias in node.names]
+        for first, _, rest in (name.partition(".") for name in names):
+            room = rest.split(".")[0]
+            if first == package.name and ((package / room).is_dir() or (package / f"{room}.py").exists()) and room:
+                found.add(room)
+    return found
+
+
+def rooms(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Return the rooms that each room imports. The package's ``__init__.py``, which registers all, is none."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).with_suffix("").parts[0]
+        if room != "__init__":
+            graph[room] |= imported(path, package) - {room}
+    ground = {room for room in graph if not (package / room).is_dir()}
+    while above := {room for room in ground if graph[room] - ground}:
+        ground -= above
+    upper = {room: {GROUND if other in ground else other for other in graph[room]} for room in set(graph) - ground}
+    return {GROUND: set(), **dict(sorted(upper.items()))}
+
+
+def floors(graph: dict[str, set[str]]) -> dict[str, int]:
+    """Return the floor of each room: 0, or one above the highest room that it imports."""
+    floor: dict[str, int] = {}
+    for room in TopologicalSorter(graph).static_order():  # raises CycleError
+        floor[room] = max((floor[other] + 1 for other in graph[room]), default=0)
+    return floor
+
+
+def arrows(graph: dict[str, set[str]], floor: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the imports between rooms without those that others imply."""
+    below: dict[str, set[str]] = {}
+    for room in sorted(graph, key=floor.__getitem__):
+        below[room] = graph[room].union(*(below[other] for other in graph[room]))
+    return [
+        (room, other)
+        for room, others in graph.items()
+        for other in sorted(others)
+        if not any(other in below[between] for between in others - {other})
+    ]
+
+
+def chains(graph: dict[str, set[str]], floor: dict[str, int]) -> list[list[str]]:
+    """Return the stops of each arrow: its rooms, and a gap on each floor between them."""
+    return [
+        [room, *(f"{room} {other} {number}" for number in range(floor[room] - 1, floor[other], -1)), other]
+        for room, other in arrows(graph, floor)
+    ]
+
+
+def positions(chains: list[list[str]], floor: dict[str, int]) -> dict[str, tuple[float, float]]:
+    """Return the center of each room and gap. A floor is in the order of what leads to it from above."""
+    rows: dict[int, list[str]] = defaultdict(list)
+    for stop in dict.fromkeys([*floor, *(stop for chain in chains for stop in chain)]):
+        rows[floor.get(stop, int(stop.split()[-1]) if stop not in floor else 0)].append(stop)
+    center: dict[str, tuple[float, float]] = {}
+    for number in sorted(rows, reverse=True):
+        above: dict[str, list[float]] = defaultdict(list)
+        for chain in chains:
+            for upper, lower in itertools.pairwise(chain):
+                if upper in center:
+                    above[lower].append(center[upper][0])
+        row = sorted(rows[number], key=lambda stop: sum(above[stop]) / max(len(above[stop]), 1))
+        widths = [2.4 if stop in floor else 0.5 for stop in row]
+        left = -sum(widths) / 2
+        for stop, width in zip(row, widths, strict=True):
+            center[stop] = (left + width / 2, 1.2 * number)
+            left += width
+    return center
+
+
+def draw(files: list[str]) -> None:
+    """Write the drawing to ``files``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "architecture", "font.family": "sans-serif"}
+    graph = rooms()
+    floor = floors(graph)
+    paths = chains(graph, floor)
+    center = positions(paths, floor)
+    top = max(floor.values())
+    figure, axes = plt.subplots(figsize=(8, 0.7 * top))
+    for path in paths:
+        (x, y), *between, (left, below) = (center[stop] for stop in path)
+        stops = [(x, y - 0.3), *((gap, at + side) for gap, at in between for side in (0.3, -0.3)), (left, below + 0.3)]
+        axes.plot(*zip(*stops[:-1], strict=True), color="#888888", linewidth=0.9)
+        style = {"arrowstyle": "-|>", "color": "#888888", "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", xy=stops[-1], xytext=stops[-2], arrowprops=style)
+    for room in graph:
+        x, y = center[room]
+        color = COLORS[floor[room] * len(COLORS) // (top + 1)]
+        axes.add_patch(plt.Rectangle((x - 1.05, y - 0.3), 2.1, 0.6, facecolor=color, edgecolor="#555555"))
+        axes.text(x, y, room, ha="center", va="center", fontsize=9)
+    axes.set_ylim(-0.4, 1.2 * top + 0.4)
     axes.axis("off")
     figure.tight_layout(pad=0.2)
-    return figure
-
-
-def arrow(axes: plt.Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "-|>", "color": "#555555", "linewidth": 1.2})
+    for file in files:
+        figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None, dpi=110)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=[str(FILE)], metavar="FILE")
-    files = parser.parse_args().files
-    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "architecture", "font.family": "sans-serif"}
-    for file in files:
-        draw().savefig(file, metadata={"Date": None} if file.endswith(".svg") else None, dpi=110)
+    draw(parser.parse_args().files)

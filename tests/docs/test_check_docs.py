@@ -40,12 +40,12 @@ def test_code_tables_headings_and_captions_are_no_prose(tmp_path: Path) -> None:
         "*One H200, 2026-11-16: `command`.*\n<!-- a\ncomment -->\n![a home](x.png)\nThree\nfour.\n"
     )
     found = blocks(tmp_path, text)
-    assert [(block.place, block.text) for block in found] == [("page.md:3", "One two."), ("page.md:15", "Three four.")]
+    assert [(block.where, block.text) for block in found] == [("page.md:3", "One two."), ("page.md:15", "Three four.")]
 
 
 def test_private_metaphors_are_errors(tmp_path: Path) -> None:
     path = page(tmp_path, "The home.\n\nNo homework; a commendation; hands-on.\n| was | mended |\n```\nhome\n```\n")
-    assert list(check_docs.wording_errors(check_docs.text_lines(path, tmp_path))) == [
+    assert list(check_docs.word_errors(check_docs.text_lines(path, tmp_path))) == [
         "page.md:1: 'home': use backend",
         "page.md:4: 'mended': use fix, work around",
     ]
@@ -128,7 +128,7 @@ def test_docstrings(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(f'class A:\n    """Do it.\n\n        home()\n    """\n\n    x = 1\n    """{sentence(46)}"""\n')
     found = list(check_docs.docstrings(path, tmp_path))
-    assert [(block.place, check_docs.words(block.text)) for block in found] == [("module.py:2", 2), ("module.py:8", 46)]
+    assert [(block.where, check_docs.words(block.text)) for block in found] == [("module.py:2", 2), ("module.py:8", 46)]
 
 
 def test_comments(tmp_path: Path) -> None:
@@ -137,22 +137,33 @@ def test_comments(tmp_path: Path) -> None:
     assert list(check_docs.comments(path, tmp_path)) == [check_docs.Block("module.py:1", "the home")]
 
 
-def test_the_amount_of_prose_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = blocks(tmp_path, f"{sentence(40)}\n\n{sentence(10)}\n")
-    monkeypatch.setattr(check_docs, "MOST_WORDS", 49)
-    assert list(check_docs.amount_errors(found)) == [
-        "50 words of prose, at most 49",
-        "1 of 2 sentences have 40 words or more, the limit is 1%",
+def test_words_of_this_project(tmp_path: Path) -> None:
+    text = "Two places of a row; in place, a unit in the last place.\n"
+    assert list(check_docs.word_errors(blocks(tmp_path, text), check_docs._PROSE)) == [
+        "page.md:1: 'places': use position, slot, entry"
     ]
 
 
-def test_the_words_of_a_page_are_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(check_docs, "MOST_WORDS_OF_PAGE", {"page.md": 6, "short.md": 6})
-    page(tmp_path, "# Title\n\n```\ncode counts\n```\n")
-    (tmp_path / "short.md").write_text("One two.\n")
-    assert not list(check_docs.page_errors(tmp_path))
-    page(tmp_path, "# Title\n\n```\ncode counts, too\n```\n")
-    assert list(check_docs.page_errors(tmp_path)) == ["page.md: 7 words, at most 6"]
+def test_names_of_the_package(tmp_path: Path) -> None:
+    folder = tmp_path / "torchtitan_npu"
+    folder.mkdir()
+    (folder / "a.py").write_text(
+        "class KeptStep:\n    def add(self, key_places, in_place):\n        own, x = 1, places\n"
+    )
+    assert list(check_docs.package_word_errors(tmp_path)) == [
+        "torchtitan_npu/a.py:1: 'kept_step': use captured step",
+        "torchtitan_npu/a.py:2: 'places': use position, slot, entry",
+        "torchtitan_npu/a.py:3: 'own': use local, this package's, upstream",
+    ]
+
+
+def test_the_amount_of_prose_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "CONTRIBUTING.md").write_text("Not counted.\n")
+    (tmp_path / "CHANGELOG.md").write_text("")
+    (tmp_path / "README.md").write_text("# A title\n\nOne, `two three`.\n\n| a | b |\n\n```\ncode\n```\n")
+    assert not list(check_docs.prose_errors(tmp_path))
+    monkeypatch.setattr(check_docs, "MOST_WORDS", 5)
+    assert list(check_docs.prose_errors(tmp_path)) == ["6 words outside tables and fences, at most 5"]
 
 
 def test_runnable_examples(tmp_path: Path) -> None:
@@ -162,7 +173,7 @@ def test_runnable_examples(tmp_path: Path) -> None:
     )
     assert list(check_docs.run_examples([page(tmp_path, text)], tmp_path)) == []
     failing = "```python run\nraise ValueError(3)\n```\n\n```bash run\nfalse\necho on\n```\n```c run\n```\n"
-    python, bash, other = check_docs.run_examples([page(tmp_path, failing)], tmp_path)
+    bash, other, python = check_docs.run_examples([page(tmp_path, failing)], tmp_path)
     assert python.startswith("page.md: python: the example ends with exit code 1") and "ValueError: 3" in python
     assert "line 2, in <module>" in python  # as in the page
     assert bash.startswith("page.md:5: the example ends with exit code 1")

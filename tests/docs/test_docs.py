@@ -15,12 +15,7 @@ PAGES = [*check_docs.pages(), ROOT / "CHANGELOG.md"]
 
 
 def test_prose() -> None:
-    blocks = [block for page in PAGES for block in check_docs.prose(page)]
-    assert not list(check_docs.sentence_errors(blocks))
-    assert not [error for page in PAGES for error in check_docs.wording_errors(check_docs.text_lines(page))]
-    counted = [block for page in check_docs.pages() for block in check_docs.prose(page)]
-    assert not list(check_docs.amount_errors(counted))
-    assert not list(check_docs.page_errors())
+    assert not list(check_docs.prose_errors())
 
 
 def test_links_and_named_files() -> None:
@@ -41,9 +36,7 @@ def test_a_translation_has_the_code_names_and_numbers_of_its_page(english: check
     assert not list(check_docs.translation_errors(english, check_docs.translations()[english]))
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if list(check_docs.examples(page))], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if check_docs.examples(page)], ids=lambda page: page.stem)
 def test_examples_run(page: check_docs.Path) -> None:
     assert not list(check_docs.run_examples([page], run_python=run_python))
 
@@ -59,7 +52,5 @@ def execute(code: str, place: str) -> None:
         exec(compile(code, place, "exec"), {"__name__": "__main__"})
 
 
-def test_docstrings_and_comments() -> None:
-    files = check_docs.python_files()
-    blocks = [block for path in files for block in (*check_docs.docstrings(path), *check_docs.comments(path))]
-    assert not [*check_docs.sentence_errors(blocks), *check_docs.wording_errors(blocks)]
+def test_docstrings_comments_and_names() -> None:
+    assert not list(check_docs.code_errors())

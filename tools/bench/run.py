@@ -182,11 +182,10 @@ SAVED = {
 """The operators in the table of saved time."""
 
 
-def source(numbers: Numbers) -> str:
-    """Return the caption with machine, versions, date and command."""
-    versions = {"torch": numbers["torch"], "Triton": numbers["triton"], **numbers.get("peers", {})}
-    named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"*One {numbers['machine']}, {named}, {numbers['date']}: `{numbers['command'].strip()}`.*"
+def source(part: str, numbers: Numbers) -> str:
+    """Return the caption with machine, date, command and the file that has the versions."""
+    command = numbers["command"].strip()
+    return f"*{numbers['machine']}, {numbers['date']}: `{command}` ([versions](../benchmarks/{part}.json))*."
 
 
 def rates(numbers: Numbers) -> str:
@@ -276,9 +275,9 @@ def kernel_table(rows: list[Numbers]) -> str:
 
 def kernels(numbers: Numbers) -> str:
     """Return the table of sparse attention or of the indexer, one row per measurement."""
-    errors = [f"{row['what']} {row['error']:.1e}" for row in numbers["rows"] if "error" in row]
+    errors = [[row["what"], f"{row['error']:.1e}"] for row in numbers["rows"] if "error" in row]
     rows = [row for row in numbers["rows"] if "length" in row]
-    distances = [f"Relative error against float64 on a small case: {', '.join(errors)}."] if errors else []
+    distances = [table(["on a small case", "relative error against float64"], errors)] if errors else []
     measured = [rates(numbers)] if "copy_GB_s" in numbers else []  # older results have no rates
     return "\n\n".join([kernel_table(rows), *measured, *distances])
 
@@ -525,7 +524,7 @@ def render(folder: Path = NUMBERS, docs: Path = DOCS) -> None:
         (path,) = (path for path, text in pages.items() if begin in text)
         before, rest = pages[path].split(begin)
         _, after = rest.split(end)
-        text, caption = RENDER[part](numbers[part]), source(numbers[part])
+        text, caption = RENDER[part](numbers[part]), source(part, numbers[part])
         pages[path] = f"{before}{begin}\n\n{text}\n\n{caption}\n\n{end}{after}"
         path.write_text(pages[path])
     images = docs / "images"
