@@ -23,7 +23,7 @@ from torchtitan_npu.planner.per_rank import communicators, group_names, mesh_siz
 from torchtitan_npu.planner.pipeline_schedule import modules_per_rank
 from torchtitan_npu.planner.replicated_parameters import sizes_under_tp
 from torchtitan_npu.planner.traffic import Traffic, hccl_memory
-from torchtitan_npu.torch_internals.collectives import process_group
+from torchtitan_npu.torch_internals.distributed import process_group
 
 add_flavor("llama3", "two_layers", {"n_layers": 2})
 for model in ("deepseek_v3", "deepseek_v32"):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchtitan_npu.ops  # noqa: F401  # declares torch.ops.npu
 from torchtitan_npu.planner.fake_devices import BelowSubclasses, fake_device
 from torchtitan_npu.planner.flops import flops
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 npu = torch.ops.npu

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from torchtitan_npu.pytree import tree_leaves
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 IN_A_BLOCK = re.compile(r"(.*?\blayers\.(\d+))\..*")
 """The name of a module inside a transformer block: the block's name and its number."""

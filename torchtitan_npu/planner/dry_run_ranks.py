@@ -16,7 +16,7 @@ from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.expert_load import Load, balanced, uneven
 from torchtitan_npu.planner.parameters import model_args
 from torchtitan_npu.progress import Progress
-from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_limit
+from torchtitan_npu.torch_internals.dispatch import fake_tensor_limit
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.fake_devices import BelowSubclasses
 from torchtitan_npu.pytree import tree_leaves, tree_map
-from torchtitan_npu.torch_internals.collectives import process_group
-from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
-from torchtitan_npu.torch_internals.fake_tensors import real_tensor_mode
+from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema, real_tensor_mode
+from torchtitan_npu.torch_internals.distributed import process_group
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -10,9 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_npu import platform
-from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, op_schema
+from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, fake_tensor_mode, op_schema
 from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache
-from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode
 
 
 def fake_device() -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner.active_modules import ActiveModules
 from torchtitan_npu.planner.operator_workspaces import keeps_workspaces, operator_workspace
 from torchtitan_npu.pytree import tree_leaves
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 ALLOCATION = 512

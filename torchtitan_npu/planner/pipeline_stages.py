@@ -16,7 +16,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import pipeline_stages
 from torchtitan_npu.distributed.pipeline_stage import PipelineStage, keeping_counts
 from torchtitan_npu.planner.pipeline_schedule import stages_of_rank
-from torchtitan_npu.torch_internals.pipelining_shapes import skip_shape_vote
+from torchtitan_npu.torch_internals.pipelining import skip_shape_vote
 
 
 def schedule_with_shapes(

@@ -17,8 +17,8 @@ from torchtitan_npu.distributed.collective_volume import BYTES_SENT_PER_INPUT_BY
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.pytree import tree_leaves
-from torchtitan_npu.torch_internals.collectives import process_group
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
+from torchtitan_npu.torch_internals.distributed import process_group
 
 COLLECTIVES: dict[str, tuple[tuple[str, ...], Callable[[int], float]]] = {
     "all_gather": (("allgather", "all_gather"), BYTES_SENT_PER_INPUT_BYTE["all_gather_into_tensor"]),
