@@ -39,7 +39,6 @@ from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa
 from torchtitan_npu.log import log_on_first_rank  # noqa: E402
 from torchtitan_npu.preflight.files import check_checkpoint_files  # noqa: E402
 from torchtitan_npu.preflight.job import check_job, check_start  # noqa: E402
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed  # noqa: E402
 from torchtitan_npu.trainer import JobStopped, Trainer  # noqa: E402
 
 IS_LOCAL_RANK_0 = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -132,7 +131,7 @@ def usage_error(failure: BaseException | None) -> UsageError | None:
     while failure is not None:
         if isinstance(failure, UsageError):
             return failure
-        failure = failure.inner_exception if isinstance(failure, BackendCompilerFailed) else failure.__cause__
+        failure = getattr(failure, "inner_exception", failure.__cause__)  # of an error in a backend of torch.compile
     return None
 
 

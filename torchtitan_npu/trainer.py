@@ -30,13 +30,12 @@ import torchtitan_npu.converters
 import torchtitan_npu.train_specs.registry  # noqa: F401
 from torchtitan_npu import platform
 from torchtitan_npu.compile import passes as graph_passes
-from torchtitan_npu.compile.compile_progress import log_compile_progress
 from torchtitan_npu.compile.device_graphs import DeviceGraphs
 from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.components.gradient_scale import GradientScale
 from torchtitan_npu.components.job_control.heartbeat import PHASES, Progress
-from torchtitan_npu.components.metrics import peak_flops
+from torchtitan_npu.components.metrics import log_compile_progress, peak_flops
 from torchtitan_npu.components.nonfinite.captured_step import Batch
 from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep
 from torchtitan_npu.components.profiling import profile_npu

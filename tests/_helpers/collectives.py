@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch.distributed.tensor import DTensor
 
 from torchtitan_npu.planner.work import BYTES_SENT_PER_INPUT_BYTE
-from torchtitan_npu.torch_internals.collectives import AsyncCollectiveTensor, process_group
 from torchtitan_npu.torch_internals.dispatch import TorchDispatchMode, op_schema
+from torchtitan_npu.torch_internals.distributed import AsyncCollectiveTensor, process_group
 
 
 class Collective(NamedTuple):

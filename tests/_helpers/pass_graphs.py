@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -54,6 +54,28 @@ def compiled(
         inference_compiler=lambda graph_module, _: make_boxed_func(changed(graph_module)),
         partition_fn=lambda joint, *args, **kwargs: default_partition(changed(joint), *args, **kwargs),
     )
+
+
+class Rewritten(NamedTuple):
+    """What a pass did to the first graph of a function."""
+
+    results: Any
+    changed: int
+    before: fx.Graph
+    after: fx.Graph
+
+
+def rewrite(function: Callable[..., Any], change: Callable[[fx.Graph], int], *inputs: Tensor) -> Rewritten:
+    """Run ``function`` with ``change`` on its graph, the joint graph if gradients are enabled and needed."""
+    graphs: list[fx.Graph] = []
+    changed: list[int] = []
+
+    def counted(graph: fx.Graph) -> int:
+        changed.append(change(graph))
+        return changed[-1]
+
+    results = compiled(function, counted, graphs)(*inputs)
+    return Rewritten(results, changed[0], graphs[0], graphs[1])
 
 
 def calls(graph: fx.Graph) -> Counter[str]:

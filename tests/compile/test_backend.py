@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor_config
 from torch._inductor import metrics
 from torch._inductor.async_compile import AsyncCompile
@@ -22,13 +24,15 @@ from torch._inductor.utils import run_and_get_code
 import torchtitan_npu.ops  # noqa: F401
 from tests._helpers.compiled_training import operator_calls
 from tests._helpers.pass_graphs import recorded_graphs
-from torchtitan_npu.compile import backend, wrapper_code
-from torchtitan_npu.compile.fold_views import fold_views
-from torchtitan_npu.compile.wrapper_code import check_wrapper
+from torchtitan_npu.compile import backend
+from torchtitan_npu.compile.backend import check_wrapper
+from torchtitan_npu.compile.passes.simple import fold_views
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.torch_internals import inductor
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 from torchtitan_npu.torch_internals.inductor import is_lowered_as_view
+
+LIBRARY = torch.library.Library("torchtitan_npu_test", "FRAGMENT")
+numbers = itertools.count()
 
 
 class Network(nn.Module):
@@ -47,10 +51,18 @@ class Network(nn.Module):
         return (x + y).transpose(1, 2).softmax(dim=-1).transpose(1, 2) + y
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch.compiler.reset()
+
+
+def bypassed(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend.bypass_codegen, fullgraph=True, **options)
+
+
 @pytest.fixture
 def graphs() -> Iterator[list[fx.Graph]]:
     """The graphs compiled in the test: forward, then backward."""
-    torch.compiler.reset()
     with recorded_graphs() as recorded:
         yield recorded
 
@@ -65,14 +77,15 @@ def results(call: Any, network: nn.Module, x: Tensor) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (output, x.grad, *gradients)]
 
 
+def assert_same_results(compiled: Any, network: nn.Module, x: Tensor) -> None:
+    for actual, eager in zip(results(compiled, network, x), results(network, network, x), strict=True):
+        assert torch.equal(actual, eager) and actual.stride() == eager.stride()
+
+
 def test_results_are_bit_identical(graphs: list[fx.Graph]) -> None:
-    network, x = Network(), torch.randn(2, 4, 8)
-    eager = results(network, network, x)
-    compiled = results(torch.compile(network, backend=backend.bypass_codegen, fullgraph=True), network, x)
+    network = Network()
+    assert_same_results(bypassed(network), network, torch.randn(2, 4, 8))
     assert len(graphs) == 2  # forward and backward
-    assert len(eager) == 6
-    for ours, theirs in zip(compiled, eager, strict=True):
-        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
 def test_wrappers_call_only_operators(graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +93,7 @@ def test_wrappers_call_only_operators(graphs: list[fx.Graph], monkeypatch: pytes
     monkeypatch.setattr(backend, "check_wrapper", lambda source: (sources.append(source), check_wrapper(source)))
     metrics.reset()
     network = Network()
-    results(torch.compile(network, backend=backend.bypass_codegen, fullgraph=True), network, torch.randn(2, 4, 8))
+    results(bypassed(network), network, torch.randn(2, 4, 8))
     assert metrics.generated_kernel_count == 0
     calls = operator_calls(graphs)
     assert calls["npu::npu_rms_norm"] == calls["npu::npu_rms_norm_backward"] == 1
@@ -150,23 +163,21 @@ class SinWithoutDerivative(torch.autograd.Function):
 
 def test_a_graph_without_calls() -> None:
     """Inductor does not write a wrapper for this backward graph."""
-    torch.compiler.reset()
     x = torch.ones(3, requires_grad=True)
-    y = torch.compile(lambda x: SinWithoutDerivative.apply(x), backend=backend.bypass_codegen, fullgraph=True)(x)
+    y = bypassed(lambda x: SinWithoutDerivative.apply(x))(x)
     y.backward(torch.arange(3.0))
     assert torch.equal(y, x.sin()) and torch.equal(x.grad, torch.arange(3.0))  # type: ignore[arg-type]
 
 
 def test_dynamic_sizes() -> None:
     """Wrappers compute sizes with functions of Python."""
-    torch.compiler.reset()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         rows = x.shape[0]
         large = x.sin().narrow(0, 0, max(min(rows // 2 + 1, 4), 2))
         return large, x.new_ones(abs(rows - 9), math.floor(rows / 2)), x.new_ones(math.ceil(rows / 3), int(0.5 * rows))
 
-    compiled = torch.compile(function, backend=backend.bypass_codegen, fullgraph=True, dynamic=True)
+    compiled = bypassed(function, dynamic=True)
     for x in (torch.randn(3, 4), torch.randn(7, 6)):
         for ours, theirs in zip(compiled(x), function(x), strict=True):
             assert torch.equal(ours, theirs)
@@ -174,7 +185,6 @@ def test_dynamic_sizes() -> None:
 
 def test_a_traceback_shows_the_wrapper() -> None:
     """Also after the first call, from which on the assertions are removed."""
-    torch.compiler.reset()
     calls: list[int] = []
 
     @torch.library.custom_op("torchtitan_npu_test::fail_later", mutates_args=())
@@ -185,7 +195,7 @@ def test_a_traceback_shows_the_wrapper() -> None:
         return x.clone()
 
     fail_later.register_fake(torch.empty_like)
-    compiled = torch.compile(lambda x: fail_later(x.sin()), backend=backend.bypass_codegen, fullgraph=True)
+    compiled = bypassed(lambda x: fail_later(x.sin()))
     with torch.no_grad():
         compiled(torch.ones(2))
         with pytest.raises(RuntimeError, match="later") as raised:
@@ -196,70 +206,56 @@ def test_a_traceback_shows_the_wrapper() -> None:
 
 def test_as_options_of_inductor() -> None:
     """The same graphs by ``torch.compile(options=...)``, without this package's backend."""
-    torch.compiler.reset()
     metrics.reset()
     network, x = Network(), torch.randn(2, 4, 8)
     compiled = torch.compile(network, backend="inductor", options=backend.inductor_options(), fullgraph=True)
-    for ours, theirs in zip(results(compiled, network, x), results(network, network, x), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same_results(compiled, network, x)
     assert metrics.generated_kernel_count == 0
+
+
+def operator_with(kernel: Callable[[Tensor], Any], fake: Callable[[Tensor], Any], returns: str = "Tensor") -> Any:
+    """Return an operator whose fake kernel may disagree with its kernel."""
+    name = f"op_{next(numbers)}"
+    LIBRARY.define(f"{name}(Tensor x) -> {returns}")
+    LIBRARY.impl(name, kernel, "CPU")
+    LIBRARY.impl(name, fake, "Meta")
+    return getattr(torch.ops.torchtitan_npu_test, name)
 
 
 def test_a_result_with_other_strides_is_copied() -> None:
     """A fake kernel that promises other strides would make the folded views wrong."""
-    torch.compiler.reset()
-
-    @torch.library.custom_op("torchtitan_npu_test::transposed", mutates_args=())
-    def transposed(x: Tensor) -> Tensor:
-        return x.t().clone(memory_format=torch.contiguous_format).t()
-
-    transposed.register_fake(torch.empty_like)
-    compiled = torch.compile(lambda x: transposed(x).view(-1) * 2, backend=backend.bypass_codegen, fullgraph=True)
+    transposed = operator_with(lambda x: x.t().clone(memory_format=torch.contiguous_format).t(), torch.empty_like)
+    compiled = bypassed(lambda x: transposed(x).view(-1) * 2)
     with torch.no_grad():
         for rows in (3, 3, 5, 1, 6, 6):  # dynamic sizes from the third on
             x = torch.randn(rows, 4)
             assert torch.equal(compiled(x), x.view(-1) * 2)
 
 
-def test_a_function_that_torch_has_wrapped_is_called_as_it_is(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wrapper_code.logger, "propagate", True)
-    wrapper_code._warn_of_wrapped_call.cache_clear()
-    namespace: dict[str, Any] = {}
-    exec(source := "def call(args):\n    return args\n", namespace)
+def test_a_wrapper_that_torch_has_wrapped_keeps_its_assertions() -> None:
+    namespace: dict[str, Any] = {"assert_size_stride": (assertion := lambda *_: None)}
+    exec("def call(args):\n    return args\n", namespace)
     for _ in range(2):
-        launch = wrapper_code.checked_once(source, lambda args: [*namespace["call"](args), 2])
-        assert launch([1]) == [1, 2]
-    (record,) = caplog.records
-    assert "wraps what Inductor compiled" in record.getMessage()
-    caplog.clear()
-    assert wrapper_code.checked_once(source, namespace["call"])([1]) == [1] and not caplog.records
+        assert backend.compare_results(lambda args: [*namespace["call"](args), 2])([1]) == [1, 2]
+    assert namespace["assert_size_stride"] is assertion
+    for _ in range(2):  # equal wrappers share a module
+        launch = backend.compare_results(namespace["call"])
+        assert namespace["assert_size_stride"] is not assertion and launch([]) == []
+    assert namespace["inductors_assertion"] is assertion
 
 
 def test_sizes_are_checked_in_the_first_call() -> None:
-    torch.compiler.reset()
-
-    @torch.library.custom_op("torchtitan_npu_test::shorter", mutates_args=())
-    def shorter(x: Tensor) -> Tensor:
-        return x[1:].clone()
-
-    shorter.register_fake(torch.empty_like)
-    compiled = torch.compile(lambda x: shorter(x) * 2, backend=backend.bypass_codegen, fullgraph=True)
+    shorter = operator_with(lambda x: x[1:].clone(), torch.empty_like)
     with torch.no_grad(), pytest.raises(AssertionError, match="expected size 2==3"):
-        compiled(torch.randn(3, 4))
+        bypassed(lambda x: shorter(x) * 2)(torch.randn(3, 4))
 
 
-def test_sizes_of_a_result_that_nothing_uses() -> None:
+def test_sizes_of_an_absent_result() -> None:
     """The fake kernel of npu_fusion_attention_grad_v3 has other sizes for gradients that are absent."""
-    torch.compiler.reset()
-
-    @torch.library.custom_op("torchtitan_npu_test::and_a_vector", mutates_args=())
-    def and_a_vector(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.clone(), x.new_empty(0)
-
-    and_a_vector.register_fake(lambda x: (torch.empty_like(x), x.new_empty(())))
-    compiled = torch.compile(lambda x: and_a_vector(x)[0] * 2, backend=backend.bypass_codegen, fullgraph=True)
+    with_nothing = operator_with(
+        lambda x: (x.clone(), x.new_empty(0)), lambda x: (torch.empty_like(x), x.new_empty(())), "(Tensor, Tensor)"
+    )
+    compiled = bypassed(lambda x: with_nothing(x)[0] * 2)
     with torch.no_grad():
         for x in torch.randn(3, 2, 4):
             assert torch.equal(compiled(x), x * 2)
@@ -267,7 +263,6 @@ def test_sizes_of_a_result_that_nothing_uses() -> None:
 
 def test_recomputed_attention() -> None:
     """Without dropout the graph saves no random state, and the recomputation of checkpointing is in it."""
-    torch.compiler.reset()
 
     def attention(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x).sin()
@@ -275,7 +270,7 @@ def test_recomputed_attention() -> None:
     def recomputed(x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(attention, x, use_reentrant=False)
 
-    compiled = torch.compile(recomputed, backend=backend.bypass_codegen, fullgraph=True)
+    compiled = bypassed(recomputed)
     x, network = torch.randn(1, 2, 4, 8), nn.Identity()
     with recorded_graphs() as graphs:
         ours = results(compiled, network, x)
@@ -285,49 +280,43 @@ def test_recomputed_attention() -> None:
 
 
 def test_gradients_of_other_strides_and_missing_ones() -> None:
-    torch.compiler.reset()
-
     def two(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.view(4, 3).t() * 2, x.exp(), x.argmax(dim=-1)
 
     x, weight = torch.randn(3, 4, requires_grad=True), torch.arange(12.0).view(3, 4)
-    first, _, index = torch.compile(two, backend=backend.bypass_codegen, fullgraph=True)(x)
+    first, _, index = bypassed(two)(x)
     assert first.stride() == (1, 3) and not index.requires_grad
     (first * weight).sum().backward()
     assert torch.equal(x.grad, 2 * weight.t().reshape(3, 4))  # type: ignore[arg-type]
 
 
 def test_torch_has_the_same_options_afterwards() -> None:
-    torch.compiler.reset()
     network = Network()
     configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
     settings = [config.get_config_copy() for config in configs]  # type: ignore[attr-defined]
-    results(torch.compile(network, backend=backend.bypass_codegen, fullgraph=True), network, torch.randn(2, 4, 8))
+    results(bypassed(network), network, torch.randn(2, 4, 8))
     assert [config.get_config_copy() for config in configs] == settings  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 def test_another_compile_in_the_process_generates_code() -> None:
-    torch.compiler.reset()
     network = Network()
-    results(torch.compile(network, backend=backend.bypass_codegen, fullgraph=True), network, torch.randn(2, 4, 8))
+    results(bypassed(network), network, torch.randn(2, 4, 8))
     metrics.reset()
     _, (code,) = run_and_get_code(torch.compile(lambda x: x.sin() + x.cos()), torch.randn(16))
     assert "cpp_fused" in code and metrics.generated_kernel_count == 1
 
 
 def test_no_autograd_graph_without_gradients() -> None:
-    torch.compiler.reset()
     network, x = Network(), torch.randn(2, 4, 8)
     with torch.no_grad():
-        output = torch.compile(network, backend=backend.bypass_codegen, fullgraph=True)(x)
+        output = bypassed(network)(x)
         assert output.grad_fn is None and torch.equal(output, network(x))
 
 
 def test_autocast() -> None:
-    torch.compiler.reset()
     network, x = nn.Linear(8, 8), torch.randn(2, 8)
-    compiled = torch.compile(network, backend=backend.bypass_codegen, fullgraph=True)
+    compiled = bypassed(network)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = (results(call, network, x) for call in (compiled, network))
     assert ours[0].dtype == torch.bfloat16
@@ -335,19 +324,16 @@ def test_autocast() -> None:
 
 
 def test_outputs_that_alias_inputs() -> None:
-    torch.compiler.reset()
-
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.detach(), x.t().t() * 2
 
     x = torch.randn(3, 4)
-    same, doubled = torch.compile(function, backend=backend.bypass_codegen, fullgraph=True)(x)
+    same, doubled = bypassed(function)(x)
     assert same.data_ptr() == x.data_ptr() and torch.equal(doubled, x * 2)
 
 
 def test_the_same_computation_with_and_without_gradient() -> None:
     """Two equal results, one with a gradient, must not become one tensor."""
-    torch.compiler.reset()
 
     def two(x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -355,14 +341,13 @@ def test_the_same_computation_with_and_without_gradient() -> None:
         return x.sin(), constant
 
     x = torch.randn(4, requires_grad=True)
-    varying, constant = torch.compile(two, backend=backend.bypass_codegen, fullgraph=True)(x)
+    varying, constant = bypassed(two)(x)
     assert varying.requires_grad and not constant.requires_grad and varying.data_ptr() != constant.data_ptr()
     varying.sum().backward()
     assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
 
 
 def test_random_operators_are_not_merged() -> None:
-    torch.compiler.reset()
     drawn: list[int] = []
 
     @torch.library.custom_op("torchtitan_npu_test::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -372,17 +357,13 @@ def test_random_operators_are_not_merged() -> None:
 
     draw.register_fake(torch.empty_like)
     with torch.no_grad():
-        difference = torch.compile(lambda x: draw(x) - draw(x), backend=backend.bypass_codegen, fullgraph=True)(
-            torch.ones(8)
-        )
+        difference = bypassed(lambda x: draw(x) - draw(x))(torch.ones(8))
     assert len(drawn) == 2 and difference.count_nonzero()
 
 
 def test_a_new_size_compiles_dynamic_graphs_once(graphs: list[fx.Graph]) -> None:
     network = Network()
-    compiled = torch.compile(network, backend=backend.bypass_codegen, fullgraph=True)
+    compiled = bypassed(network)
     for tokens in (4, 5, 6, 9, 17):
-        x = torch.randn(2, tokens, 8)
-        for ours, theirs in zip(results(compiled, network, x), results(network, network, x), strict=True):
-            assert torch.equal(ours, theirs)
+        assert_same_results(compiled, network, torch.randn(2, tokens, 8))
     assert len(graphs) == 4  # for the first size, and dynamic

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 
-from tests._helpers.compiled_training import LAYOUTS, Pair, Run, assert_compiled, differences, train_on
+from tests._helpers.compiled_training import LAYOUTS, SMALL_BATCHES, Pair, Run, assert_compiled, differences, train_on
 from tests._helpers.training import assert_same_gradients
 from torchtitan_npu.compile.passes import PASSES
 
@@ -85,6 +85,17 @@ def assert_stages_share_graphs(layout: str, model: str) -> None:
     """Check that a rank with two pipeline stages compiles no more regions than one rank with the whole model."""
     several, one = ([compiled.regions for _, compiled in trained(name, model)] for name in (layout, "one"))
     assert LAYOUTS[layout].layers == 4 and max(several) <= max(one)
+
+
+def test_validation_with_another_sequence_length_and_batch_size() -> None:
+    """Its graphs are compiled once, at the first validation."""
+    options = LAYOUTS["one, other batches"].options
+    for name in ("seq_len", "local_batch_size"):
+        assert options[f"validation.{name}"] != SMALL_BATCHES[f"training.{name}"]
+    for eager, compiled in train_on("one, other batches", "llama3"):
+        assert_compiled(eager, compiled)
+        assert differences(eager, compiled) == [] and len(compiled.record.validation) == 2
+        assert not compiled.changed
 
 
 @pytest.mark.slow

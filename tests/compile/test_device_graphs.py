@@ -143,28 +143,20 @@ def differences(model: str, options: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.device
-@pytest.mark.parametrize("options", OPTIONS)
-def test_dense_blocks_train_bit_identically(options: str) -> None:
-    assert not differences("llama3", {**OPTIONS[options], **DETERMINISTIC})
+CONVERTED = {"llama3": "full", WIDE: "full", V32: "selective op"}
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("options", ["accumulated", "compiled", "full"])
-def test_converted_blocks_train_bit_identically(options: str) -> None:
-    assert not differences("llama3", {**OPTIONS[options], **converted("llama3"), **DETERMINISTIC})
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("options", ["accumulated", "compiled", "full"])
-def test_moe_blocks_train_bit_identically(options: str) -> None:
-    assert not differences(WIDE, {**OPTIONS[options], **converted(WIDE), **DETERMINISTIC})
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("options", ["accumulated", "compiled", "selective op"])
-def test_blocks_with_an_auxiliary_loss_train_bit_identically(options: str) -> None:
-    assert not differences(V32, {**OPTIONS[options], **converted(V32), **DETERMINISTIC})
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        *(("llama3", options) for options in OPTIONS),
+        *((model, f"{name}, converted") for model, ac in CONVERTED.items() for name in ("accumulated", "compiled", ac)),
+    ],
+)
+def test_blocks_train_bit_identically(model: str, options: str) -> None:
+    name, _, converters = options.partition(", ")
+    assert not differences(model, {**OPTIONS[name], **(converted(model) if converters else {}), **DETERMINISTIC})
 
 
 @pytest.mark.device

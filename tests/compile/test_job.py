@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import nop
+from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 import torchtitan_npu
-from torchtitan_npu.compile import compile_progress
 from torchtitan_npu.compile.backend import make_backend
-from torchtitan_npu.compile.compile_progress import CompileProgress, log_compile_progress
+from torchtitan_npu.components import metrics
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job
@@ -24,6 +23,8 @@ from torchtitan_npu.train import usage_error
 torchtitan_npu.register()
 CSV = "parallelism.pipeline_parallel_schedule_csv"
 BYPASSED = {"compile.enable": True, "npu.bypass_codegen": "inductor"}
+PASSES = {"compile.enable": True, "npu.bypass_codegen": "off", "npu.graph_passes": ["no_ops"]}
+"""Blocks compiled by Inductor, which generates code."""
 
 
 def pipeline(schedule: str) -> dict[str, Any]:
@@ -94,18 +95,9 @@ def test_a_good_job_passes() -> None:
         ({"npu.sp_min_tokens": 1}, 'npu.sp_min_tokens is for the pass "sequence_parallel", which npu.graph_passes'),
         ({"npu.sp_whole_inputs": True, "npu.graph_passes": ["no_ops"]}, "npu.sp_whole_inputs is for the pass"),
         ({"npu.moe_combine_dtype": "scores"}, "npu.moe_combine_dtype is for the converter npu_permute, which"),
-        ({"compile.backend": "eager"}, "compile.backend 'eager' needs npu.bypass_codegen = .off"),
-        ({"parallelism.enable_async_tensor_parallel": True}, r'use npu.graph_passes = \["async_tp"\]'),
-        ({"activation_checkpoint.mode": "memory_budget"}, "cannot be combined with activation_checkpoint.mode"),
-        ({"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"}, "cannot be combined with flex attention"),
-        (
-            {"compile.components": ["loss"]},
-            r"npu.bypass_codegen cannot be combined with compile.components \['loss'\] without",
-        ),
-        (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )
-def test_errors_with_bypass_codegen(options: dict[str, Any], message: str) -> None:
+def test_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check({**BYPASSED, **options})
 
@@ -113,47 +105,33 @@ def test_errors_with_bypass_codegen(options: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile.backend": "eager"}, r"'eager' needs npu.graph_passes = \[\]: graph passes run in Inductor"),
-        (
-            {"activation_checkpoint.mode": "memory_budget"},
-            "npu.graph_passes cannot be combined with activation_c",
-        ),
+        ({"compile.backend": "eager"}, "compile.backend 'eager' needs {remedy}"),
         (
             {"parallelism.enable_async_tensor_parallel": True},
-            "graph_passes cannot be combined with parallelism.enable_a",
+            "{key} cannot be combined with parallelism.enable_async_t",
         ),
+        ({"activation_checkpoint.mode": "memory_budget"}, "{key} cannot be combined with activation_checkpoint.mode"),
         (
             {"model.name": "llama3", "model.flavor": "debugmodel_flex_attn"},
-            "graph_passes cannot be combined with flex",
+            "{key} cannot be combined with flex attention",
         ),
-        (
-            {"compile.components": ["loss"]},
-            r"graph_passes cannot be combined with compile.components \['loss'\] without",
-        ),
+        ({"compile.components": ["loss"]}, r"{key} cannot be combined with compile.components \['loss'\] without"),
         (pipeline("ZBVZeroBubble"), "compile.enable must be false with .*_schedule ZBVZeroBubble"),
     ],
 )
-def test_errors_with_graph_passes_in_inductor(options: dict[str, Any], message: str) -> None:
-    passes = {"compile.enable": True, "npu.bypass_codegen": "off", "npu.graph_passes": ["no_ops"]}
-    check(passes)
-    with pytest.raises(UsageError, match=message):
-        check({**passes, **options})
-
-
-def test_progress_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line at the first region, then one per interval."""
-    now = [100.0]
-    monkeypatch.setattr(compile_progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(compile_progress.logger, "propagate", True)
-    caplog.set_level(logging.INFO)
-    progress = CompileProgress()
-    for elapsed in (0.0, 2.0, 2.0, 2.0, 1.0):
-        now[0] += elapsed
-        progress.region_compiled(elapsed)
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        "Compiling: 1 graph so far, 0.0 s",
-        "Compiling: 4 graphs so far, 6.0 s",
-    ]
+@pytest.mark.parametrize(
+    ("job_options", "key", "remedy"),
+    [
+        (BYPASSED, "npu.bypass_codegen", "npu.bypass_codegen = .off"),
+        (PASSES, "npu.graph_passes", r"npu.graph_passes = \[\]: graph passes run in Inductor"),
+    ],
+)
+def test_errors_of_compiled_blocks(
+    job_options: dict[str, Any], key: str, remedy: str, options: dict[str, Any], message: str
+) -> None:
+    check(job_options)
+    with pytest.raises(UsageError, match=message.format(key=key, remedy=remedy)):
+        check({**job_options, **options})
 
 
 def refuse(graph_module: torch.fx.GraphModule) -> None:
@@ -173,17 +151,26 @@ def test_an_error_of_the_compile_backend_is_found(needs_gradient: bool) -> None:
     assert usage_error(RuntimeError("another")) is None
 
 
-def test_progress_lines_for_other_backends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch compiles the backward graph later, when it is first needed."""
-    monkeypatch.setattr(compile_progress, "INTERVAL", 0.0)
-    monkeypatch.setattr(compile_progress.logger, "propagate", True)
+def test_progress_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line at the first graph, then one per interval. Torch compiles a backward graph when it is first needed."""
+    now = [100.0]
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        now[0] += 2.0
+        return make_boxed_func(graph)
+
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics.logger, "propagate", True)
     caplog.set_level(logging.INFO)
     torch.compiler.reset()
     x = torch.ones(2, requires_grad=True)
-    lazy = aot_autograd(fw_compiler=nop)
-    with log_compile_progress():
-        torch.compile(lambda x: x.sin(), backend=lazy)(x).sum().backward()
-    torch.compile(lambda x: x.cos(), backend=lazy)(x)
-    name = compile_progress.logger.name
-    lines = [record.getMessage().partition(",")[0] for record in caplog.records if record.name == name]
-    assert lines == ["Compiling: 1 graph so far", "Compiling: 2 graphs so far"]
+    lazy = aot_autograd(fw_compiler=compiler)
+    with metrics.log_compile_progress():
+        for function in (torch.sin, torch.cos):
+            torch.compile(function, backend=lazy)(x).sum().backward()
+    torch.compile(torch.tan, backend=lazy)(x)
+    lines = [record.getMessage() for record in caplog.records if record.name == metrics.logger.name]
+    assert [line.partition(";")[0] for line in lines] == [
+        "Compiling: 1 graph so far, 2.0 s",
+        "Compiling: 4 graphs so far, 8.0 s",
+    ]

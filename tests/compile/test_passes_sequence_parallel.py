@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -120,12 +119,59 @@ def norm_tokens(graph: fx.Graph) -> list[int]:
     return [shape[:-1].numel() for shape in shapes]
 
 
-Outcome = tuple[list[Tensor], list[Counter[str]], list[list[int]], int]
+class Expected(NamedTuple):
+    """Collectives and numbers of tokens of the norms, before and after, and the number of changes."""
+
+    before: dict[str, int]
+    after: dict[str, int]
+    full: list[int]
+    local: list[int]
+    changed: int
 
 
-def run_model(name: str, norm: str, min_tokens: int, training: bool) -> tuple[list[Tensor], Outcome]:
-    """Return results and gradients without the pass; with it, also collectives and norms before and after."""
+def unchanged(collectives: dict[str, int], tokens: list[int]) -> Expected:
+    return Expected(collectives, collectives, tokens, tokens, 0)
+
+
+HALF = TOKENS // 2
+# the first norm has a replicated input, and the first matmul needs all of its tokens
+THREE, LAST_TWO = [TOKENS] * 3, [TOKENS, HALF, HALF]
+# As many bytes, and one all-reduce for the gradient of each gamma, which is a sum over tokens.
+TRAINED = Expected({"AR": 5}, {"RS": 5, "AG": 5, "AR": 3}, THREE, LAST_TWO, 5)
+
+Case = tuple[str, str, bool, int]
+"""Model, norm, with gradients, min_tokens."""
+CASES: dict[Case, Expected] = {
+    **{(name, norm, True, TOKENS): TRAINED for name in ("dense", "deepstack") for norm in NORMS},
+    **{("dense", norm, False, TOKENS): Expected({"AR": 2}, {"RS": 2, "AG": 2}, THREE, LAST_TWO, 2) for norm in NORMS},
+    ("one_block", "npu", True, TOKENS): Expected({"AR": 4}, {"RS": 4, "AG": 4, "AR": 2}, THREE[:2], LAST_TWO[:2], 4),
+    # The experts' input is not gathered, and their output only after the next norm.
+    ("experts", "npu", False, TOKENS): Expected({"AR": 1, "AG": 1}, {"RS": 1, "AG": 1}, THREE, LAST_TWO, 2),
+    # One all-gather fewer in forward and in backward, around the experts; one all-reduce per gamma.
+    ("experts", "npu", True, TOKENS): Expected({"AR": 3, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}, THREE, LAST_TWO, 5),
+    # The all-gather moves behind the norm.
+    ("experts_only", "aten", False, TOKENS): Expected({"AG": 1}, {"AG": 1}, [TOKENS], [HALF], 1),
+    ("returned_chunk", "npu", False, TOKENS): Expected({"AG": 1}, {}, [], [], 1),
+    ("user_of_the_sum", "npu", False, TOKENS): unchanged({"AR": 1}, THREE[:2]),
+    # Chunking the norm's replicated input costs nothing; the all-reduce of the forward pass stays.
+    ("user_of_the_sum", "npu", True, TOKENS): Expected(
+        {"AR": 3}, {"AR": 1 + 2, "RS": 2, "AG": 2}, THREE[:2], THREE[:2], 2
+    ),
+    ("own_addend", "npu", False, TOKENS): unchanged({"AR": 1}, THREE[:2]),
+    ("own_input", "npu", False, TOKENS): unchanged({"AR": 1}, THREE[:2]),
+    ("own_input", "npu", True, TOKENS): unchanged({"AR": 3}, THREE[:2]),
+    # The graph shows that these values are replicated.
+    ("sums_only", "npu", False, TOKENS): Expected({"AR": 2}, {"RS": 2, "AG": 1}, [TOKENS], [HALF], 2),
+    ("sums_only", "npu", True, TOKENS): Expected({"AR": 3}, {"RS": 3, "AG": 2}, [TOKENS], [HALF], 3),
+    # Below the threshold.
+    ("dense", "npu", True, TOKENS + 1): unchanged({"AR": 5}, THREE),
+}
+
+
+def run_case(name: str, norm: str, training: bool, min_tokens: int) -> tuple[list[Tensor], list[Tensor], Expected]:
+    """Return results and gradients without the pass and with it, and what it changed."""
     model = partial(MODELS[name], norm=NORMS[norm])
+
     changed: list[int] = []
     graphs: list[fx.Graph] = []
 
@@ -143,137 +189,27 @@ def run_model(name: str, norm: str, min_tokens: int, training: bool) -> tuple[li
         result.square().sum().backward()
         return [result.detach(), *(leaf.grad for leaf in (x, *w.values()) if leaf.grad is not None)]
 
-    expected = results(model)
     actual = results(compiled(model, change, graphs))
-    return expected, (actual, [calls(g) for g in graphs], [norm_tokens(g) for g in graphs], sum(changed))
+    before, after = graphs
+    seen = Expected(calls(before), calls(after), norm_tokens(before), norm_tokens(after), sum(changed))
+    return results(model), actual, seen
 
 
-Case = tuple[str, str, int, bool]
-CASES: list[Case] = [
-    *((name, norm, TOKENS, True) for name in ("dense", "deepstack") for norm in NORMS),
-    *(("dense", norm, TOKENS, False) for norm in NORMS),
-    *((name, "npu", TOKENS, training) for name in ("experts", "user_of_the_sum") for training in (False, True)),
-    ("one_block", "npu", TOKENS, True),
-    ("experts_only", "aten", TOKENS, False),
-    ("own_addend", "npu", TOKENS, False),
-    ("returned_chunk", "npu", TOKENS, False),
-    *((name, "npu", TOKENS, training) for name in ("own_input", "sums_only") for training in (False, True)),
-    ("dense", "npu", TOKENS + 1, True),
-]
-
-
-def run_cases() -> dict[Case, tuple[list[Tensor], Outcome]]:
-    return {case: run_model(*case) for case in CASES}
+def run_cases() -> dict[Case, Any]:
+    return {case: run_case(*case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
-def check() -> Callable[..., Outcome]:
-    """Run all cases on two ranks. The returned function checks one case: equal results, and equal graphs on both."""
-    ranks = run_on_ranks(2, run_cases)
-
-    def of(name: str, norm: str, training: bool, min_tokens: int = TOKENS) -> Outcome:
-        outcomes = [rank[name, norm, min_tokens, training] for rank in ranks]
-        for expected, (actual, *_) in outcomes:
-            # float64's 1.1e-16, for sums of at most TOKENS * HIDDEN terms, through fewer than 20 operators
-            bound = 1.1e-16 * TOKENS * HIDDEN * 20
-            assert len(actual) == len(expected)
-            for one, other in zip(actual, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))
-        (_, first), (_, second) = outcomes
-        assert first[1:] == second[1:]
-        return first
-
-    return of
+def ranks() -> list[dict[Case, Any]]:
+    return run_on_ranks(2, run_cases, timeout=600)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", ["dense", "deepstack"])
-def test_layers_in_training(check: Callable[..., Outcome], name: str, norm: str) -> None:
-    _, (before, after), (full, local), changed = check(name, norm, training=True)
-    assert before == {"AR": 5}  # two forward, three backward
-    # as many bytes, and one all-reduce for the gradient of each gamma, which is a sum over tokens
-    assert after == {"RS": 5, "AG": 5, "AR": 3}
-    assert changed == 5
-    # the first norm has a replicated input, and the first matmul needs all of its tokens
-    assert (full, local) == ([TOKENS] * 3, [TOKENS, TOKENS // 2, TOKENS // 2])
-
-
-def test_a_block_by_itself(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (_, local), changed = check("one_block", "npu", training=True)
-    assert before == {"AR": 4}
-    assert after == {"RS": 4, "AG": 4, "AR": 2}
-    assert changed == 4
-    assert local == [TOKENS, TOKENS // 2]
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_layers_without_gradients(check: Callable[..., Outcome], norm: str) -> None:
-    _, (before, after), (_, local), changed = check("dense", norm, training=False)
-    assert (before, after, changed) == ({"AR": 2}, {"RS": 2, "AG": 2}, 2)
-    assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
-
-
-def test_experts_keep_their_tokens(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (_, local), changed = check("experts", "npu", training=False)
-    # the experts' input is not gathered, and their output only after the next norm
-    assert (before, after, changed) == ({"AR": 1, "AG": 1}, {"RS": 1, "AG": 1}, 2)
-    assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
-
-
-def test_experts_in_training(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (_, local), changed = check("experts", "npu", training=True)
-    # one all-gather fewer in forward and in backward, around the experts; one all-reduce per gamma
-    assert (before, after, changed) == ({"AR": 3, "AG": 2}, {"RS": 3, "AG": 3, "AR": 3}, 5)
-    assert local == [TOKENS, TOKENS // 2, TOKENS // 2]
-
-
-def test_an_all_gather_moves_after_the_norm(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (full, local), changed = check("experts_only", "aten", training=False)
-    assert (before, after, changed) == ({"AG": 1}, {"AG": 1}, 1)
-    assert (full, local) == ([TOKENS], [TOKENS // 2])
-
-
-def test_a_returned_chunk_is_a_copy(check: Callable[..., Outcome]) -> None:
-    _, (before, after), _, changed = check("returned_chunk", "npu", training=False)
-    assert (before, after, changed) == ({"AG": 1}, {}, 1)
-
-
-def test_not_if_the_sum_has_another_user(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (full, local), changed = check("user_of_the_sum", "npu", training=False)
-    assert (before, full) == (after, local)
-    assert changed == 0
-
-
-def test_not_if_an_addend_differs_between_ranks(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (full, local), changed = check("own_addend", "npu", training=False)
-    assert (before, full) == (after, local)
-    assert changed == 0
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_not_if_an_input_may_differ_between_ranks(check: Callable[..., Outcome], training: bool) -> None:
-    _, (before, after), (full, local), changed = check("own_input", "npu", training=training)
-    assert (before, full) == (after, local)
-    assert changed == 0
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_values_that_the_graph_shows_to_be_replicated(check: Callable[..., Outcome], training: bool) -> None:
-    _, (before, after), (_, local), changed = check("sums_only", "npu", training=training)
-    assert before == {"AR": 3 if training else 2}
-    assert after == ({"RS": 3, "AG": 2} if training else {"RS": 2, "AG": 1})
-    assert changed == before["AR"]
-    assert local == [TOKENS // 2]
-
-
-def test_the_gradient_of_a_norm_that_stays_replicated(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (full, local), changed = check("user_of_the_sum", "npu", training=True)
-    assert full == local
-    # chunking its replicated input costs nothing; the all-reduce of the forward pass stays
-    assert (before, after, changed) == ({"AR": 3}, {"AR": 1 + 2, "RS": 2, "AG": 2}, 2)
-
-
-def test_not_below_the_threshold(check: Callable[..., Outcome]) -> None:
-    _, (before, after), (full, local), changed = check("dense", "npu", training=True, min_tokens=TOKENS + 1)
-    assert (before, full) == (after, local)
-    assert changed == 0
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equal_results_and_the_expected_graphs(case: Case, ranks: list[dict[Case, Any]]) -> None:
+    for rank in ranks:
+        eager, actual, seen = rank[case]
+        assert seen == CASES[case]
+        # float64's 1.1e-16, for sums of at most TOKENS * HIDDEN terms, through fewer than 20 operators
+        bound = 1.1e-16 * TOKENS * HIDDEN * 20
+        for one, other in zip(actual, eager, strict=True):
+            torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))

@@ -31,7 +31,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS, Op
 from torchtitan_npu.ops.core.arguments import Call, by_name
 from torchtitan_npu.planner import fake_ranks
-from torchtitan_npu.torch_internals import dtensor_rules
+from torchtitan_npu.torch_internals import dtensor
 from torchtitan_npu.torch_internals.dispatch import has_kernel
 
 each_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -139,7 +139,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def has_rule_of_its_own(op: OpOverload) -> bool:
     """Return whether torch_npu registers a DTensor rule for ``op``. This package registers the missing ones."""
     strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    return op not in strategies or strategies[op].__module__ != dtensor_rules.__name__
+    return op not in strategies or strategies[op].__module__ != dtensor.__name__
 
 
 BROKEN_RULES = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from tests._helpers.contract_step import RANKS, Step, fake_ranks, job, model_args, train_step
 from tests._helpers.pass_graphs import calls
 from tests.contract.test_contract_compile import graphs  # noqa: F401  (a fixture)
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
 
 MODEL = "llama3"
 FUSED = (torch.ops.npu.npu_all_gather_base_mm.default, torch.ops.npu.npu_mm_reduce_scatter_base.default)

@@ -39,7 +39,7 @@ import torchtitan_npu.ops
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
 from torchtitan_npu.compile.backend import inductor_options
-from torchtitan_npu.compile.wrapper_code import check_wrapper
+from torchtitan_npu.compile.backend import check_wrapper
 
 def function(x):
     return torch.ops.npu.npu_rms_norm(x, torch.ones_like(x[0]))[0].sin() * 2

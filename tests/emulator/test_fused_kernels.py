@@ -22,8 +22,7 @@ from torchtitan_npu.emulator.kernels.registry import CHECKS
 from torchtitan_npu.ops import OPS, Op, define
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.moe_permute.function import unpermute
-from torchtitan_npu.torch_internals.dynamo import BackendCompilerFailed
-from torchtitan_npu.torch_internals.inductor import lower_as_view
+from torchtitan_npu.torch_internals.inductor import BackendCompilerFailed, lower_as_view
 
 define("npu_on_cpu")
 

@@ -23,7 +23,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import Comm
 from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
-from torchtitan_npu.torch_internals.hccl import hccl_options, options_of
+from torchtitan_npu.torch_internals.distributed import hccl_options, options_of
 
 ROOT = Path(__file__).parents[2]
 TWO_LAYERS = """from tests._helpers.layouts import add_flavor

@@ -18,7 +18,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS, Op, define
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd
-from torchtitan_npu.torch_internals.dtensor_rules import has_rule
+from torchtitan_npu.torch_internals.dtensor import has_rule
 
 TORCH_NPU_2_13 = """\
 [NPU,Autograd,Meta] npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)

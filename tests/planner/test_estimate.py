@@ -18,7 +18,7 @@ from torchtitan_npu.planner.estimate import Estimator
 from torchtitan_npu.planner.layout import DEGREES, model_args, modules_per_rank, sizes, world_size_of
 from torchtitan_npu.planner.work import Traffic
 from torchtitan_npu.preflight.job_context import build_on_meta
-from torchtitan_npu.torch_internals.collectives import process_group
+from torchtitan_npu.torch_internals.distributed import process_group
 
 add_flavor("llama3", "two_layers", {"n_layers": 2})
 add_flavor("llama3", "three_layers", {"n_layers": 3})

@@ -14,7 +14,7 @@ import torchtitan_npu.ops  # noqa: F401  # declares torch.ops.npu
 from torchtitan_npu import platform
 from torchtitan_npu.planner import BelowSubclasses, fake_device, fake_ranks
 from torchtitan_npu.planner.work import Traffic, flops, hccl_memory
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 npu = torch.ops.npu

@@ -1,15 +1,23 @@
-"""The wrapped dispatcher functions behave as expected."""
+"""The wrapped functions of the dispatcher; fake tensors have no values, and their limits are recognised."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchtitan_npu.torch_internals.dispatch import (
     OpOverload,
     TorchDispatchMode,
     below_autograd,
-    cpp_function,
+    fake_tensor_limit,
+    fake_tensor_mode,
     has_kernel,
     op_schema,
     parse_schema,
+    real_tensor_mode,
     without_autocast,
 )
 
@@ -48,14 +56,6 @@ def test_a_dispatch_mode_sees_operators() -> None:
     assert seen.names == ["aten::ones", "aten::add"]
 
 
-def test_the_function_of_an_operator() -> None:
-    """It takes the operator's arguments, defaults included. A function of Python is returned as it is."""
-    function = cpp_function(ADD)
-    assert not isinstance(function, OpOverload)
-    assert torch.equal(function(torch.ones(2), 3, alpha=2), torch.full((2,), 7.0))
-    assert cpp_function(torch.add) is torch.add
-
-
 def test_below_autograd_records_nothing() -> None:
     x = torch.ones(2, requires_grad=True)
     with below_autograd():
@@ -74,3 +74,36 @@ def test_without_autocast_keeps_the_dtype() -> None:
 def test_has_kernel() -> None:
     assert has_kernel(ADD, "CPU")
     assert not has_kernel(ADD, "PrivateUse1")
+
+
+LIBRARY = torch.library.Library("test_fake_tensors", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: 2 * x, "CPU")  # without a fake kernel
+
+
+def test_tensors_are_fake_in_the_mode_only() -> None:
+    real = torch.ones(2)
+    with fake_tensor_mode():
+        fake = torch.ones(2) + real
+        assert isinstance(fake, FakeTensor) and fake.shape == (2,)
+        with real_tensor_mode():
+            assert (torch.ones(2) + 1).tolist() == [2, 2]
+    assert not isinstance(torch.ones(2), FakeTensor)
+
+
+@pytest.mark.parametrize(
+    ("call", "limit"),
+    [
+        (lambda x: x.sum().item(), "the model reads a tensor's value"),
+        (lambda x: x.nonzero(), "the model reads a tensor's value"),
+        (lambda x: torch.ops.test_fake_tensors.twice(x), "an operator has no fake kernel"),
+    ],
+)
+def test_limits(call: Callable[[torch.Tensor], object], limit: str) -> None:
+    with fake_tensor_mode(), pytest.raises(RuntimeError) as raised:
+        call(torch.ones(2))
+    assert fake_tensor_limit(raised.value) == limit
+
+
+def test_other_errors_are_no_limits() -> None:
+    assert fake_tensor_limit(RuntimeError("sizes do not match")) == ""

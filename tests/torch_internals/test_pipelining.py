@@ -1,5 +1,7 @@
 """Pipeline stages and schedules of torch still mean what they meant."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -14,7 +17,14 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from torchtitan_npu.torch_internals.pipelining import Action, full_backward, schedule_actions, stage_modules
+from torchtitan_npu.planner import fake_ranks
+from torchtitan_npu.torch_internals.pipelining import (
+    Action,
+    full_backward,
+    schedule_actions,
+    skip_shape_vote,
+    stage_modules,
+)
 
 
 def test_full_backward_returns_the_gradients_of_the_inputs() -> None:
@@ -56,3 +66,24 @@ def test_a_file_of_actions_is_read_and_checked(tmp_path: Path) -> None:
     assert first[1] == Action(0, "F", 1)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         schedule_actions(None, ranks=2, stages=2, microbatches=3, csv=str(file))
+
+
+MICROBATCHES = 2
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B])
+def test_a_step_of_the_first_rank(schedule: type) -> None:
+    with fake_ranks(2, rank=0):
+        indices = (0,) if schedule is Schedule1F1B else (0, 2)
+        models = [nn.Linear(3, 3) for _ in indices]
+        shape = torch.zeros(1, 3, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(model, index, 2 * len(indices), torch.device("cpu"), input_args=shape, output_args=shape)
+            for model, index in zip(models, indices, strict=True)
+        ]
+        for stage in stages:
+            skip_shape_vote(stage)
+        one = stages[0] if schedule is Schedule1F1B else stages
+        made = schedule(one, MICROBATCHES, loss_fn=lambda output, target: output.sum())
+        made.step(torch.zeros(MICROBATCHES, 3))
+        assert all(model.weight.grad is not None for model in models)

@@ -51,8 +51,7 @@ from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding  # no
 from torchtitan_npu.distributed.parallel_dims import ParallelDims  # noqa: E402
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses  # noqa: E402
 from torchtitan_npu.planner import AssumedLoad, fake_device, fake_ranks  # noqa: E402
-from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache  # noqa: E402
-from torchtitan_npu.torch_internals.dtensor_rules import has_rule  # noqa: E402
+from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache, has_rule  # noqa: E402
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()

@@ -22,15 +22,9 @@ from torchtitan_npu.compile.backend import bypass_codegen, make_backend
 from torchtitan_npu.compile.passes import GraphPasses
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpoint_wrapper
-from torchtitan_npu.torch_internals.collectives import AsyncCollectiveTensor
+from torchtitan_npu.torch_internals.distributed import waited
 
 OPTIONS: dict[str, Any] = {"backend": bypass_codegen, "fullgraph": True}
-
-
-def compiles_blocks(job_config: JobConfig) -> bool:
-    """Return whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
-    npu = npu_options(job_config)
-    return job_config.compile.enable and (npu.bypass_codegen != "off" or bool(npu.graph_passes))
 
 
 def without_compile(job_config: JobConfig) -> JobConfig:
@@ -142,38 +136,19 @@ def _mesh_dim_names(weight: Tensor) -> tuple[str, ...]:
     return (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
 
 
-class _Wait(torch.autograd.Function):
-    """Wait for a tensor that a collective is still writing."""
-
-    @staticmethod
-    def forward(ctx: Any, pending: AsyncCollectiveTensor) -> Tensor:
-        tensor = pending.trigger_wait()
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 def add_input_waits(block: nn.Module) -> None:
     """Add hooks to a block and its MoE modules that wait for pending inputs before a compiled region gets them.
 
-    AOTAutograd waits for such inputs too, but then passes on the tensor inside. Where a DTensor became local, its
-    gradient fails: "'Tensor' object has no attribute '_local_tensor'" in the backward pass (torch 2.13).
+    Workaround: AOTAutograd waits for such inputs too, but then passes on the tensor inside. Where a DTensor became
+    local, its gradient fails: "'Tensor' object has no attribute '_local_tensor'" in the backward pass (torch 2.13).
+    Delete when tensor-parallel MoE blocks train compiled without it.
     """
+
+    def wait(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(waited, args)), {name: waited(value) for name, value in kwargs.items()}
+
     for module in (block, *(module for module in block.modules() if isinstance(module, MoE))):
         # runs after tensor parallel's hook, which gathers the router's tokens
-        module.register_forward_pre_hook(_wait_for_inputs, with_kwargs=True)
-
-
-def _wait_for_inputs(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(_waited, args)), {name: _waited(value) for name, value in kwargs.items()}
-
-
-def _waited(value: Any) -> Any:
-    if not isinstance(value, AsyncCollectiveTensor):
-        return value
-    # no view without gradients: inputs of the other blocks are not views, and a view would need another graph
-    return _Wait.apply(value) if torch.is_grad_enabled() else value.trigger_wait()
+        module.register_forward_pre_hook(wait, with_kwargs=True)

@@ -34,7 +34,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.layers.rotary import RotaryTables
-from torchtitan_npu.torch_internals.tensors import modification_count
+from torchtitan_npu.torch_internals.autograd import modification_count
 
 GRAPH_CLASSES = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
 """Names in the module of the device. ``torch.accelerator.Graph`` replaces them when torch 2.13 is the oldest."""

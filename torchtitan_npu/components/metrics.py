@@ -1,10 +1,12 @@
-"""TorchTitan's metrics, with those of auxiliary losses and of the swap optimizer."""
+"""TorchTitan's metrics, with those of auxiliary losses and of the swap optimizer, and the progress of compilation."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss, auxiliary_losses
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.titan_internals.hooks import build_metric_logger
+from torchtitan_npu.torch_internals.inductor import compile_callbacks
+
+COMPILE_INTERVAL = 5.0
+"""Seconds between two lines of :func:`log_compile_progress`."""
 
 
 class MetricsProcessor(TitanMetricsProcessor):
@@ -125,3 +131,28 @@ def step_means(losses: list[AuxiliaryLoss], dims: ParallelDims) -> dict[str, flo
         / sum(stage[name][1] for stage in stages if name in stage)
         for name in sorted(set().union(*stages))
     }
+
+
+@contextmanager
+def log_compile_progress() -> Iterator[None]:
+    """Log what torch compiles in this context, with any backend, so that a long first step does not look like a hang.
+
+    Inductor compiles a backward graph at its first run, outside of the call of the backend.
+    """
+    graphs, seconds, started, logged = 0, 0.0, 0.0, -math.inf
+
+    def start(_: Any) -> None:
+        nonlocal started
+        started = time.monotonic()
+
+    def end(_: Any) -> None:
+        nonlocal graphs, seconds, logged
+        now = time.monotonic()
+        graphs, seconds = graphs + 1, seconds + now - started
+        if now - logged >= COMPILE_INTERVAL:
+            logged = now
+            so_far = "1 graph" if graphs == 1 else f"{graphs} graphs"
+            logger.info(f"Compiling: {so_far} so far, {seconds:.1f} s; identical blocks reuse graphs")
+
+    with compile_callbacks(start, end):
+        yield

@@ -41,6 +41,12 @@ def npu_options(job_config: TitanJobConfig) -> Npu:
     return getattr(job_config, "npu", None) or Npu()
 
 
+def compiles_blocks(job_config: TitanJobConfig) -> bool:
+    """Return whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
+    npu = npu_options(job_config)
+    return job_config.compile.enable and (npu.bypass_codegen != "off" or bool(npu.graph_passes))
+
+
 def data_options(job_config: TitanJobConfig) -> Data:
     """Return the job's ``[data]`` section, or its defaults."""
     return getattr(job_config, "data", None) or Data()

@@ -48,7 +48,7 @@ from torchtitan_npu.layers.rotary import (
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.titan_internals.rebind import copy_with_globals
-from torchtitan_npu.torch_internals.tensors import modification_count
+from torchtitan_npu.torch_internals.autograd import modification_count
 
 
 def _register_attention_of(titan: Any, model_cls: type[nn.Module], pairing: Pairing, tensors: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.job_config import Comm
 
-from torchtitan_npu.torch_internals.hccl import set_timeout
+from torchtitan_npu.torch_internals.distributed import set_timeout
 
 
 def flight_recorder_variables(comm: Comm, base_folder: str) -> dict[str, str]:

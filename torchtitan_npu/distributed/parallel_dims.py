@@ -26,8 +26,7 @@ from torchtitan.distributed import ParallelDims as TitanParallelDims
 
 from torchtitan_npu import platform
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.torch_internals.device_mesh import override_groups
-from torchtitan_npu.torch_internals.hccl import hccl_options
+from torchtitan_npu.torch_internals.distributed import hccl_options, override_groups
 
 
 class ParallelDims(TitanParallelDims):

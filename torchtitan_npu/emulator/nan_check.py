@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels.registry import describe
-from torchtitan_npu.torch_internals.autograd_engine import current_backward_node
+from torchtitan_npu.torch_internals.autograd import current_backward_node
 from torchtitan_npu.torch_internals.dispatch import without_function_modes
 
 Run = Callable[[str, int, "tuple[Any, ...]"], Any]

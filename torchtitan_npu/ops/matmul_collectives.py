@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.op import Limit, Op, declare
 from torchtitan_npu.ops.core.sharding import Strategy
-from torchtitan_npu.torch_internals.collectives import process_group
+from torchtitan_npu.torch_internals.distributed import process_group
 
 
 def npu_all_gather_base_mm(

@@ -30,7 +30,7 @@ from torchtitan_npu.planner.work import Rates
 from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.preflight.job_context import build_on_meta
 from torchtitan_npu.progress import Progress
-from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_limit
+from torchtitan_npu.torch_internals.dispatch import fake_tensor_limit
 
 T = TypeVar("T")
 

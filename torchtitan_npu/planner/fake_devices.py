@@ -15,10 +15,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchtitan_npu import platform
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.pytree import tree_leaves, tree_map
-from torchtitan_npu.torch_internals.collectives import process_group
-from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode, op_schema
+from torchtitan_npu.torch_internals.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    fake_tensor_mode,
+    op_schema,
+    real_tensor_mode,
+)
+from torchtitan_npu.torch_internals.distributed import process_group
 from torchtitan_npu.torch_internals.dtensor import clear_sharding_cache
-from torchtitan_npu.torch_internals.fake_tensors import fake_tensor_mode, real_tensor_mode
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

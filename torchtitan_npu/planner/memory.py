@@ -28,7 +28,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.pytree import tree_leaves
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
 
 GIB = 1 << 30

@@ -29,7 +29,7 @@ from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner.fake_devices import AssumedLoad, Load, balanced, fake_device
 from torchtitan_npu.planner.layout import stages_of_rank, uses_fsdp
-from torchtitan_npu.torch_internals.pipelining_shapes import skip_shape_vote
+from torchtitan_npu.torch_internals.pipelining import skip_shape_vote
 from torchtitan_npu.trainer import Trainer
 
 

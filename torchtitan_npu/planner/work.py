@@ -19,8 +19,8 @@ from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.grouped_matmul.op import product_flops
 from torchtitan_npu.pytree import tree_leaves
-from torchtitan_npu.torch_internals.collectives import process_group
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
+from torchtitan_npu.torch_internals.distributed import process_group
 
 Formula = Callable[[dict[str, Any], Any], int]
 """The FLOPs of a call, from its arguments by name and its output."""

@@ -6,8 +6,8 @@ import torch
 from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu import platform
-from torchtitan_npu.compile.block_regions import compiles_blocks
 from torchtitan_npu.config.allowed import check_known
+from torchtitan_npu.config.job_config import compiles_blocks
 from torchtitan_npu.config.npu import Npu
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.preflight.check_helpers import check_adapted, check_not_on_cpu

@@ -10,8 +10,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from torchtitan_npu.compile.block_regions import compiles_blocks
-from torchtitan_npu.config.job_config import JobConfig
+from torchtitan_npu.config.job_config import JobConfig, compiles_blocks
 from torchtitan_npu.config.pipeline import pipeline_stages, schedule_class, split_backward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.check_helpers import check_adapted, check_not_on_cpu

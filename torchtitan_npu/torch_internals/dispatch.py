@@ -1,23 +1,28 @@
-"""The dispatcher: operators, schemas, dispatch modes, calls below autograd. Seen on torch 2.11 to 2.13."""
+"""The dispatcher: operators, schemas, dispatch modes, calls below autograd, fake tensors. Seen on torch 2.11 to 2.13.
+
+Fake tensors have a shape, a dtype and a device, and no values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "below_autograd",
-    "cpp_function",
+    "fake_tensor_limit",
+    "fake_tensor_mode",
     "has_kernel",
     "op_schema",
     "parse_schema",
+    "real_tensor_mode",
     "without_autocast",
     "without_function_modes",
 ]
@@ -31,11 +36,6 @@ def op_schema(op: OpOverload) -> Any:
 def parse_schema(text: str) -> Any:
     """Parse ``text`` (``"npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor"``) into a schema."""
     return torch._C.parse_schema(text)
-
-
-def cpp_function(op: Any) -> Callable[..., Any]:
-    """Return the C++ function that a call of ``op`` calls, or ``op`` itself if its calls do more than that."""
-    return op._op if type(op) is OpOverload else op
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -56,3 +56,25 @@ def has_kernel(op: OpOverload, dispatch_key: str) -> bool:
 def without_function_modes() -> AbstractContextManager[None]:
     """Ignore function modes inside this context, such as the one of ``torch.set_default_device``."""
     return torch._C.DisableTorchFunction()
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Make every new tensor in this context a fake one; real tensors made outside are accepted as arguments."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def real_tensor_mode() -> AbstractContextManager[Any]:
+    """Suspend the fake tensor mode in this context: operators compute values again."""
+    return fake_tensor.unset_fake_temporarily()
+
+
+_FAKE_TENSOR_LIMITS: dict[type[Exception], str] = {
+    fake_tensor.DataDependentOutputException: "the model reads a tensor's value",
+    fake_tensor.DynamicOutputShapeException: "the model reads a tensor's value",
+    fake_tensor.UnsupportedOperatorException: "an operator has no fake kernel",
+}
+
+
+def fake_tensor_limit(error: Exception) -> str:
+    """Return which limit of fake tensors ``error`` reports, or an empty string. Real tensors may have no such limit."""
+    return _FAKE_TENSOR_LIMITS.get(type(error), "")

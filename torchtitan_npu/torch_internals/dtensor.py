@@ -1,20 +1,32 @@
-"""DTensor strategies (one choice of placements for a call, its cost, its registration), their cache, and host tensors.
+"""DTensor's sharding strategies and rules, its cache, its dispatcher, and host tensors. Seen on torch 2.11 to 2.13.
 
-Seen on torch 2.11 to 2.13. Rules that list all strategies of an operator over one mesh dimension, and leave the choice
-to DTensor, are in :mod:`torchtitan_npu.torch_internals.dtensor_rules`.
+A *strategy* of :func:`register_strategy` chooses the placements of a call itself. A *rule* of :func:`register_rule`
+lists all strategies of an operator over one mesh dimension and leaves the choice to DTensor. It sees *specs* in place
+of tensors: objects with ``shape``, ``ndim``, ``mesh`` and ``placements``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import (
+    OpInfo,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+    TupleStrategy,
+)
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.debug import (
     _clear_sharding_prop_cache,
     _get_fast_path_sharding_prop_cache_stats,
@@ -22,10 +34,17 @@ from torch.distributed.tensor.debug import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
-__all__ = ["DTensorSpec", "OpSchema", "OpStrategy", "StridedShard"]
-"""Re-exported classes."""
+FLATTENS_INNER_SHARDS = torch.__version__ >= "2.13"
+"""Whether DTensor can flatten dimensions if one of them is sharded that is not the first."""
+
+Strategy: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement]]
+"""Placements over one mesh dimension: of the outputs (``None`` for one that is not a tensor) and of the tensor
+arguments, in the order of the call."""
+Rule: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Strategy]]
+"""Return the strategies for a call with these positional and keyword arguments, specs in place of tensors."""
 
 
 def has_single_dim_strategy(op: OpOverload) -> bool:
@@ -61,13 +80,13 @@ def register_strategy(
 
 def _joined(previous: RuntimeSchemaInfo | None, schema_info: dict[str, Any]) -> RuntimeSchemaInfo:
     """Return a cache key that contains the arguments of both."""
-    ours = RuntimeSchemaInfo(**schema_info)
+    added = RuntimeSchemaInfo(**schema_info)
     if previous is None:
-        return ours
+        return added
     return RuntimeSchemaInfo(
-        static_argnum=min(previous.static_argnum, ours.static_argnum),
-        static_kwargkey=[*(previous.static_kwargkey or ()), *(ours.static_kwargkey or ())] or None,
-        needs_pytree=previous.needs_pytree or ours.needs_pytree,
+        static_argnum=min(previous.static_argnum, added.static_argnum),
+        static_kwargkey=[*(previous.static_kwargkey or ()), *(added.static_kwargkey or ())] or None,
+        needs_pytree=previous.needs_pytree or added.needs_pytree,
     )
 
 
@@ -121,3 +140,154 @@ def host_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     ``DTensor.from_local`` would move ``local`` to the device of the mesh. Seen in torch 2.11 to 2.13.
     """
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+
+
+def has_rule(op: OpOverload) -> bool:
+    """Return whether DTensor has a sharding rule for ``op``."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules)
+    return any(op in table for table in tables)
+
+
+def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, in_place: bool = False) -> None:
+    """Let DTensor shard ``op`` by the strategies of ``rule`` and by their products over the mesh's dimensions.
+
+    Every positional argument that is not a tensor, and the arguments named in ``keywords``, become part of the key
+    under which DTensor caches its decision. With ``in_place``, the placement of the first argument cannot change.
+    Tensors are not redistributed into uneven shards if another strategy avoids it: DTensor cannot flatten them, as the
+    product after a norm does. Before torch 2.13 this holds for every sum that is scattered over an inner dimension.
+    """
+
+    def strategies(schema: OpSchema) -> OpStrategy:
+        args = tuple(map(_without_strategies, schema.args_schema))
+        kwargs = {name: _without_strategies(value) for name, value in schema.kwargs_schema.items()}
+        choices = rule(args, kwargs)
+        outputs = len(choices[0][0])
+        placements = [[*of_outputs, *of_inputs] for of_outputs, of_inputs in choices]
+        mesh = schema.get_mesh_from_args()
+        found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=outputs, inplace_op=in_place)
+        given = [spec for value in (args, kwargs) for spec in tree_leaves(value) if isinstance(spec, DTensorSpec)]
+        even = [one for one in found.strategies if not _splits_unevenly(one.input_specs or given, given)]
+        found.strategies = even or found.strategies
+        if not FLATTENS_INNER_SHARDS:
+            first = [o for o in found.strategies if not _scatters_inner_dimension(o.input_specs or given, given)]
+            found.strategies = first or found.strategies
+        if outputs == 1 and schema.return_type_list_tensor_like():
+            for choice in found.strategies:
+                choice.output_specs = (choice.output_specs,)  # type: ignore[assignment]
+        return found
+
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategies, _schema_info(keywords))
+
+
+def register_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
+    """Let ``handler(op, args, kwargs)`` run a call of ``op`` with DTensors, in place of DTensor's dispatch."""
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The strategy that DTensor chose for one call."""
+
+    mesh: DeviceMesh
+    args: tuple[Any, ...]
+    """The positional arguments of the call, specs in place of tensors."""
+    kwargs: dict[str, Any]
+    """The keyword arguments of the call, specs in place of tensors."""
+    inputs: Sequence[Sequence[Placement]]
+    """The placements of each positional tensor, one for each mesh dimension."""
+    outputs: Sequence[Sequence[Placement] | None]
+    """The placements of each output; ``None`` for one that is not a tensor."""
+    output_spec: Any
+    """Pass it to :func:`wrap_outputs`."""
+
+
+def choose_strategy(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keywords: Sequence[str]) -> Decision:
+    """Return DTensor's choice for a call whose tensors are DTensors. ``keywords`` as in :func:`register_rule`.
+
+    A plain tensor among the arguments is an error, unless it is a scalar or implicit replication is enabled.
+    """
+    mesh = next(value.device_mesh for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor))
+    arg_specs = tuple(_specs(op, mesh, value) for value in args)
+    kwarg_specs = {name: _specs(op, mesh, value) for name, value in kwargs.items()}
+    schema = OpSchema(op, arg_specs, kwarg_specs, _schema_info(keywords))
+    mesh = schema.get_mesh_from_args()
+    call = OpInfo(mesh, schema, [], (), {})
+    DTensor._op_dispatcher.sharding_propagator.propagate(call)
+    chosen = call.output_sharding
+    assert chosen is not None
+    outputs: Sequence[Any] = chosen.output_spec if isinstance(chosen.output_spec, Sequence) else [chosen.output_spec]
+    return Decision(
+        mesh=mesh,
+        args=arg_specs,
+        kwargs=kwarg_specs,
+        inputs=[spec.placements for spec in (chosen.redistribute_schema or schema).args_spec],
+        outputs=[None if spec is None else spec.placements for spec in outputs],
+        output_spec=chosen.output_spec,
+    )
+
+
+def local_tensor(tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+    """Return this rank's part of ``tensor`` under ``placements``, redistributed if they differ from its own."""
+    with torch.no_grad():  # a handler runs below autograd, which would record these two calls nevertheless
+        if placements != tensor.placements:
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local()
+
+
+def wrap_outputs(results: Any, output_spec: Any) -> Any:
+    """Return an operator's local results as DTensors with the specs of a :class:`Decision`."""
+    return DTensor._op_dispatcher.wrap(results, output_spec)
+
+
+def count_tensors(value: Any) -> int:
+    """Return the number of tensors, or of specs, in an argument that may be a list."""
+    if isinstance(value, list | tuple):
+        return sum(map(count_tensors, value))
+    return int(isinstance(value, DTensorSpec | Tensor))
+
+
+def _splits_unevenly(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
+    """Return whether a strategy splits a dimension of a given tensor in another way, and unequally."""
+    for spec, own in zip(specs, given, strict=True):
+        for dim, length in enumerate(own.shape):
+            split, split_before = (
+                [i for i, placement in enumerate(placements) if placement.is_shard(dim)]
+                for placements in (spec.placements, own.placements)
+            )
+            if split != split_before and length % math.prod(own.mesh.shape[i] for i in split):
+                return True
+    return False
+
+
+def _scatters_inner_dimension(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
+    """Return whether a strategy turns a sum over ranks into shards of a dimension that is not the first, as of rows."""
+    return any(
+        before.is_partial() and isinstance(after, Shard) and any(size > 1 for size in own.shape[: after.dim])
+        for spec, own in zip(specs, given, strict=True)
+        for after, before in zip(spec.placements, own.placements, strict=True)
+    )
+
+
+def _schema_info(keywords: Sequence[str]) -> RuntimeSchemaInfo:
+    return RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(keywords) or None, needs_pytree=True)
+
+
+def _specs(op: OpOverload, mesh: DeviceMesh, value: Any) -> Any:
+    """Return an argument with specs in place of tensors, and tuples in place of lists: a cache key is hashable."""
+    if isinstance(value, list | tuple):
+        return tuple(_specs(op, mesh, item) for item in value)
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        return DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor(op, value, mesh)
+    return value
+
+
+def _without_strategies(value: Any) -> Any:
+    """Return an argument with a spec in place of DTensor's set of strategies for each tensor."""
+    if isinstance(value, OpStrategy):
+        return value.strategies[0].output_spec
+    if isinstance(value, TupleStrategy):
+        return tuple(map(_without_strategies, value.children))
+    return value

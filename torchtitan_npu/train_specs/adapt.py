@@ -29,7 +29,7 @@ from torchtitan.protocols.train_spec import (
 )
 
 from torchtitan_npu import platform
-from torchtitan_npu.compile.block_regions import add_input_waits, compile_models, compiles_blocks, without_compile
+from torchtitan_npu.compile.block_regions import add_input_waits, compile_models, without_compile
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken, defer_output
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.loss import LossPerToken
@@ -37,7 +37,7 @@ from torchtitan_npu.components.metrics import build_metrics_processor
 from torchtitan_npu.components.optimizers import adapted_optimizers
 from torchtitan_npu.components.replay.install import install_choices
 from torchtitan_npu.components.validation import Validator
-from torchtitan_npu.config.job_config import npu_options, replay_options
+from torchtitan_npu.config.job_config import compiles_blocks, npu_options, replay_options
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.distributed import gpt_oss_experts  # noqa: F401 - register replacements for converters
 from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING

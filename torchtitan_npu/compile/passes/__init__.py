@@ -14,13 +14,10 @@ from typing import Any
 from torch import fx, nn
 from torchtitan.tools.logging import logger
 
-from torchtitan_npu.compile.passes.add_rms_norm import add_rms_norm
-from torchtitan_npu.compile.passes.all_gather_chunk import all_gather_chunk
 from torchtitan_npu.compile.passes.async_tp import async_tp
-from torchtitan_npu.compile.passes.graph_utils import has_backward
-from torchtitan_npu.compile.passes.kernel_limits import KernelLimits
-from torchtitan_npu.compile.passes.no_ops import no_ops
+from torchtitan_npu.compile.passes.graph_utils import KernelLimits, has_backward
 from torchtitan_npu.compile.passes.sequence_parallel import sequence_parallel
+from torchtitan_npu.compile.passes.simple import add_rms_norm, all_gather_chunk, no_ops
 
 Pass = Callable[[fx.Graph], int]
 

@@ -1,14 +1,17 @@
-"""Utilities for graph passes: example values, collectives and chunks in a graph, and writing nodes."""
+"""Utilities for graph passes: example values, collectives and chunks in a graph, writing nodes, and NPU limits."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops import OPS
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 aten = torch.ops.aten
@@ -146,3 +149,24 @@ def erase_unused(node: fx.Node) -> None:
             candidates += candidate.all_input_nodes
             erased.add(candidate)
             candidate.graph.erase_node(candidate)
+
+
+@dataclass
+class KernelLimits:
+    """Checks calls before a pass inserts them, and collects the unsupported ones for the report on the job's passes."""
+
+    strict: bool = False
+    """Raise an error on every backend if a call breaks a limit (``npu.strict_limits``)."""
+    unsupported: Counter[str] = field(default_factory=Counter)
+    """The number of places by consequence and broken limit."""
+
+    def allow(self, operator: str, device: torch.device, **arguments: Any) -> bool:
+        """Return whether ``operator`` may be called on ``device``. Only an NPU's kernels have limits."""
+        broken = OPS[operator].limit_errors(**arguments)
+        if broken and self.strict:
+            raise UsageError(f"npu.graph_passes: not supported by the NPU kernel: {broken[0]}")
+        on_npu = device.type == "npu"
+        self.unsupported.update(
+            f"{'nothing was changed:' if on_npu else 'not supported by the NPU kernel:'} {why}" for why in broken
+        )
+        return not (broken and on_npu)

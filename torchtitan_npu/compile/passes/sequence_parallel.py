@@ -27,7 +27,7 @@ from torchtitan_npu.compile.passes.graph_utils import (
     value,
     waited,
 )
-from torchtitan_npu.compile.passes.no_ops import no_ops
+from torchtitan_npu.compile.passes.simple import no_ops
 from torchtitan_npu.compile.passes.token_wise_ops import (
     Tokens,
     is_norm,
@@ -39,8 +39,8 @@ from torchtitan_npu.compile.passes.token_wise_ops import (
     token_count,
     write_local,
 )
-from torchtitan_npu.torch_internals.aot_autograd import is_input_of_region
-from torchtitan_npu.torch_internals.collectives import process_group
+from torchtitan_npu.torch_internals.distributed import process_group
+from torchtitan_npu.torch_internals.inductor import is_input_of_region
 
 LOCAL, REPLICATED = "local", "replicated"  # the two sides of the cut: own tokens, all tokens
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.pytree import tree_leaves
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = range(4)
 """Order of the places to look at. The gradients of weights come last: FSDP reduces them after the backward pass."""

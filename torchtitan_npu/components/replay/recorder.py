@@ -26,7 +26,7 @@ from torchtitan_npu.dist_utils import gather, new_file_group
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.routing_decisions import Choices
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 
 class Recorder(Session):

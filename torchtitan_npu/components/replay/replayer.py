@@ -27,7 +27,7 @@ from torchtitan_npu.components.replay.session import Session, by_sequence, shift
 from torchtitan_npu.errors import UsageError, shown
 from torchtitan_npu.layers.routing_decisions import Choices
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.torch_internals.autograd_engine import in_backward_pass
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 SORTED_AT_ONCE = 2**23
 """Choices that are compared at once: their sorting takes about 32 bytes for each."""

@@ -23,8 +23,8 @@ from torchtitan_npu.emulator.kernels.registry import (
     describe_call,
     prototype,
 )
+from torchtitan_npu.torch_internals.autograd import tensor_of_capsule
 from torchtitan_npu.torch_internals.dispatch import without_function_modes
-from torchtitan_npu.torch_internals.tensors import tensor_of_capsule
 
 PARAMETER_ERROR = 161002
 """ACLNN_ERR_PARAM_INVALID: the arguments are refused."""

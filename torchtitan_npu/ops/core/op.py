@@ -36,7 +36,7 @@ from torchtitan_npu.torch_internals.dispatch import (
     parse_schema,
     without_autocast,
 )
-from torchtitan_npu.torch_internals.dtensor_rules import has_rule
+from torchtitan_npu.torch_internals.dtensor import has_rule
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan_npu.torch_internals.autograd_engine import runs_in_this_backward
+from torchtitan_npu.torch_internals.autograd import runs_in_this_backward
 
 
 def gradients_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torchtitan_npu.ops.core.arguments import Call, args_and_kwargs, by_name
 from torchtitan_npu.pytree import tree_map
 from torchtitan_npu.torch_internals.dispatch import OpOverload, op_schema
-from torchtitan_npu.torch_internals.dtensor_rules import (
+from torchtitan_npu.torch_internals.dtensor import (
     choose_strategy,
     count_tensors,
     local_tensor,
