@@ -28,7 +28,7 @@ from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.distributed.tied_weights import ties_weights
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.layers.documents import Documents, Ends
+from torchtitan_npu.layers.documents import CuSeqlens, Documents
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
@@ -200,7 +200,9 @@ def train_step(config: JobConfig, args: Any) -> Step:
             if getattr(args, "takes_attention_masks", False):
                 extra["attention_masks"] = _documents(batch, config.training.seq_len, device)
             elif getattr(args, "attn_type", None) == "varlen":
-                extra["attention_masks"] = VarlenDocuments.of(_documents(batch, config.training.seq_len, device))
+                extra["attention_masks"] = VarlenDocuments.from_documents(
+                    _documents(batch, config.training.seq_len, device)
+                )
             if dims.cp_enabled:
                 own = getattr(model, "context_parallel", None)
                 prepare = own.prepare if own else prepare_context_parallel_input
@@ -258,7 +260,7 @@ def _without_flex(model: Any) -> dict[str, Any]:
 def _documents(batch: int, sequence: int, device: torch.device) -> Documents:
     """Return three documents per sequence; the model would read their ends on the host."""
     ends = [row * sequence + end for row in range(batch) for end in (sequence // 4, sequence // 3, sequence)]
-    return Documents(Ends.of(ends, device), Ends.of(ends, device))
+    return Documents(CuSeqlens.from_integers(ends, device), CuSeqlens.from_integers(ends, device))
 
 
 def _dims(config: JobConfig) -> ParallelDims:

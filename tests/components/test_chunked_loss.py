@@ -198,4 +198,4 @@ def test_an_output_that_is_not_sharded_by_rows_is_rejected() -> None:
         with pytest.raises(
             UsageError, match=r"npu\.loss_chunk_tokens must be 0: the parallel plan places the output's "
         ):
-            VocabularyShard.of(weight)
+            VocabularyShard.from_weight(weight)

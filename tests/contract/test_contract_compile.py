@@ -77,7 +77,7 @@ def test_a_block_is_traced_without_graph_breaks(graphs: list[fx.Graph]) -> None:
         config.compile.enable = True
         compiled = train_step(config, model_args(MODEL, config))
     assert compiled.gradients == eager.gradients
-    assert len(graphs) == 8  # forward and backward of each layer's prolog and epilog, experts included
+    assert len(graphs) == 8  # forward and backward of each layer's pre_attention and post_attention, experts included
     found = operators(graphs)
     assert {name: found[name] for name in EXPECTED} == EXPECTED
     assert not {"view", "t", "transpose", "permute", "unsqueeze"} & found.keys()  # folded

@@ -16,12 +16,12 @@ from tests._helpers import contract_step as step
 from tests._helpers.contract_step import Step
 from tests._helpers.recorded_calls import check_calls, step_name
 from torchtitan_npu.converters.attention import NpuDocumentMask
-from torchtitan_npu.layers.documents import Documents, Ends
+from torchtitan_npu.layers.documents import CuSeqlens, Documents
 from torchtitan_npu.models.qwen3_vl import (
     Grids,
     Qwen3VLModel,
     check_visual_tokens,
-    patch_places,
+    patch_slots,
     position_ids,
     qwen3_vl_args,
 )
@@ -54,7 +54,7 @@ def batch_on_host() -> dict[str, Tensor]:
         "tokens": tokens,
         "positions": position_ids(tokens, GRIDS, args),
         "patches": torch.zeros(patches_of(all_grids), args.vision.patch_dim),
-        "places": patch_places(all_grids, args.vision.merge_size),
+        "places": patch_slots(all_grids, args.vision.merge_size),
     }
 
 
@@ -111,11 +111,11 @@ def test_a_step_on_one_device(model: str, converters: tuple[str, ...]) -> None:
 
 
 def test_frames_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = NpuDocumentMask()(ON_HOST["positions"]).of_keys.integers
+    ends = NpuDocumentMask()(ON_HOST["positions"]).cu_seqlens_k.integers
 
     def documents(self: NpuDocumentMask, positions: Tensor) -> Documents:
         """Return the documents of :data:`ON_HOST`; fake tensors have no values to find them by."""
-        return Documents(*[Ends.of(ends, positions.device)] * 2)
+        return Documents(*[CuSeqlens.from_integers(ends, positions.device)] * 2)
 
     monkeypatch.setattr(NpuDocumentMask, "forward", documents)
     result = step.run_step("qwen3_vl", (*CONVERTERS, "npu_attention"))

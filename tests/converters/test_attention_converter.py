@@ -121,7 +121,7 @@ def test_documents_of_microbatches() -> None:
     batch = torch.zeros(2, 4, dtype=torch.long)
     batch[1, 1] = EOS
     first, second = model.get_attention_masks(input_batch=batch, tokenizer=Tokenizer()).values
-    assert first.documents.of_keys.integers == (4,) and second.documents.of_keys.integers == (2, 4)
+    assert first.documents.cu_seqlens_k.integers == (4,) and second.documents.cu_seqlens_k.integers == (2, 4)
 
 
 def test_more_documents_than_the_operator_takes() -> None:
@@ -207,5 +207,5 @@ def test_a_model_without_dense_attention_is_refused() -> None:
 
 def test_documents_of_last_tokens_do_not_change_their_argument() -> None:
     is_last = torch.tensor([[False, True, False], [False, False, False]])
-    documents = Documents.of_last_tokens(is_last)
-    assert documents.of_keys.integers == (2, 3, 6) and not is_last[:, -1].any()
+    documents = Documents.from_last_tokens(is_last)
+    assert documents.cu_seqlens_k.integers == (2, 3, 6) and not is_last[:, -1].any()

@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from tests._helpers.converted_models import LAYOUT, job
 from tools.converter_table import PAGE, START
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.converters.base import Converter, _ranges, modules_of_type, retyped, summary
+from torchtitan_npu.converters.base import Converter, _ranges, convert_module, modules_of_type, summary
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.titan_internals.converter_registry import known_converters
 
@@ -30,7 +30,7 @@ class SiLUConverter(Converter):
         return modules_of_type(model, nn.SiLU)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        return retyped(module, LoudSiLU)
+        return convert_module(module, LoudSiLU)
 
 
 def test_replaces_in_nested_and_shared_containers() -> None:
@@ -60,7 +60,7 @@ class NestedConverter(SiLUConverter):
         return modules_of_type(model, Nested)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        return retyped(module, LoudNested)
+        return convert_module(module, LoudNested)
 
 
 def test_replaces_a_target_inside_another() -> None:
@@ -81,12 +81,12 @@ def test_a_converted_model_has_the_same_state() -> None:
 def test_retyping_copies_the_registries() -> None:
     """Registering a hook or parameter on the new module does not register it on the old one."""
     old = nn.SiLU()
-    new = retyped(old, LoudSiLU)
+    new = convert_module(old, LoudSiLU)
     new.register_buffer("mark", None)
     new.register_forward_hook(lambda *_: None)
     assert "mark" not in old._buffers and not old._forward_hooks
     with pytest.raises(TypeError, match="LoudSiLU is not a subclass of ReLU"):
-        retyped(nn.ReLU(), LoudSiLU)
+        convert_module(nn.ReLU(), LoudSiLU)
 
 
 def test_logs_what_was_converted(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,8 +75,8 @@ def assert_same(ours: Step, expected: Step) -> None:
     ids=str,
 )
 def test_trains_like_eager_absorbed_or_not(changes: dict[str, Any], packed: bool) -> None:
-    documents = Documents.of(tokens(), EOS) if packed else None
-    assert documents is None or len(documents.of_keys.integers) > BATCH
+    documents = Documents.from_tokens(tokens(), EOS) if packed else None
+    assert documents is None or len(documents.cu_seqlens_k.integers) > BATCH
     absorbed, plain = (build(model_args(absorb=absorb, **changes)) for absorb in (True, False))
     fused = convert(copy.deepcopy(absorbed), "npu_dsa")
     with Calls() as calls:
@@ -113,8 +113,8 @@ def test_more_queries_and_documents_than_a_call_takes(
     """With limits of 10 queries and 3 documents in a call, instead of 8192 and 256, the step is the same."""
     monkeypatch.setattr(spans, "MAX_QUERIES", 10)
     monkeypatch.setattr(dsa, "MAX_DOCUMENTS", 3)
-    documents = Documents.of(tokens(), EOS) if packed else None
-    groups = 1 if documents is None else -(-len(documents.of_keys.integers) // 3)
+    documents = Documents.from_tokens(tokens(), EOS) if packed else None
+    groups = 1 if documents is None else -(-len(documents.cu_seqlens_k.integers) // 3)
     assert groups > 1 or not packed
     model = build(model_args(warmup=warmup))
     fused = convert(copy.deepcopy(model), "npu_dsa")

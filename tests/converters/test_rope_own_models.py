@@ -159,8 +159,8 @@ class ByTheLast(llama3.TransformerBlock):
 class OwnNormed(deepseek_v32.Block):
     """Uses positions outside of forward."""
 
-    def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Any) -> tuple[Tensor, ...]:
-        return super().prolog(x + (positions / MAX_SEQ_LEN).unsqueeze(-1), freqs_cis, positions)
+    def pre_attention(self, x: Tensor, freqs_cis: Tensor, positions: Any) -> tuple[Tensor, ...]:
+        return super().pre_attention(x + (positions / MAX_SEQ_LEN).unsqueeze(-1), freqs_cis, positions)
 
 
 class WithLearned(llama3.Transformer):

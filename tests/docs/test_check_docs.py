@@ -148,7 +148,7 @@ def test_names_of_the_package(tmp_path: Path) -> None:
     folder = tmp_path / "torchtitan_npu"
     folder.mkdir()
     (folder / "a.py").write_text(
-        "class KeptStep:\n    def add(self, key_places, in_place):\n        own, x = 1, places\n"
+        "class CapturedStep:\n    def add(self, key_places, in_place):\n        own, x = 1, places\n"
     )
     assert list(check_docs.package_word_errors(tmp_path)) == [
         "torchtitan_npu/a.py:1: 'kept_step': use captured step",

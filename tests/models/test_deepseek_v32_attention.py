@@ -161,9 +161,9 @@ def test_a_document_in_a_row_gives_the_result_of_the_document_alone() -> None:
     )  # one has one token; rows end inside a document
     for row, places in zip(rows, last_tokens, strict=True):
         row[list(places)] = eos
-    documents = Documents.of(rows, eos)
-    ends = documents.of_keys.integers
-    assert ends == (5, 6, 16, 24, 45, 48) == tuple(documents.of_queries.tensor.tolist())
+    documents = Documents.from_tokens(rows, eos)
+    ends = documents.cu_seqlens_k.integers
+    assert ends == (5, 6, 16, 24, 45, 48) == tuple(documents.cu_seqlens_q.tensor.tolist())
     of_query, _ = documents.numbers(BATCH)
     assert of_query.flatten().unique_consecutive(return_counts=True)[1].tolist() == [5, 1, 10, 8, 21, 3]
     with torch.no_grad():

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchtitan_npu
 from tests._helpers.deepseek_v32_models import start_batch
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.converters.base import retyped
+from torchtitan_npu.converters.base import convert_module
 from torchtitan_npu.converters.dsa import DsaConverter, NpuSparseAttention
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32ModelArgs, deepseekv32_args
 from torchtitan_npu.models.deepseek_v32.attention import Attention
@@ -88,7 +88,7 @@ def counted(rank: int, load_balancer: str | None) -> Counter[str]:
     args.update_from_config(config)
     with torch.device("meta"):
         layer = Attention(args).to(torch.bfloat16)
-    layer.inner_attention = retyped(layer.inner_attention, NpuSparseAttention)
+    layer.inner_attention = convert_module(layer.inner_attention, NpuSparseAttention)
     with fake_ranks(RANKS, rank):
         DSAContextParallel(init_device_mesh("cpu", (RANKS,)), load_balancer).parallelize(layer)
         return flops_of(layer, args)

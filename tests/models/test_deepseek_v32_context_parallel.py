@@ -93,8 +93,8 @@ def test_gathered_keys_are_in_the_order_of_one_rank(load_balancer: str | None, r
 
 
 def test_a_part_of_the_documents() -> None:
-    documents = Documents.of(torch.tensor([[1, 0, 1, 1, 1, 1, 0, 1], [1] * 8]), eos_id=0)
-    assert documents.of_keys.integers == (2, 7, 8, 16)
+    documents = Documents.from_tokens(torch.tensor([[1, 0, 1, 1, 1, 1, 0, 1], [1] * 8]), eos_id=0)
+    assert documents.cu_seqlens_k.integers == (2, 7, 8, 16)
     for row, first, last, start, queries, keys in (
         (0, 0, 4, 0, (2, 4), (2, 4)),
         (0, 4, 8, 2, (3, 4), (5, 6)),  # the document of token 4 starts at 2
@@ -102,16 +102,16 @@ def test_a_part_of_the_documents() -> None:
         (1, 4, 8, 0, (4,), (8,)),
     ):
         begins, part = documents.part(row, 8, first, last)
-        assert (begins, part.of_queries.integers, part.of_keys.integers) == (start, queries, keys)
-        assert part.of_keys.tensor.tolist() == list(keys)
+        assert (begins, part.cu_seqlens_q.integers, part.cu_seqlens_k.integers) == (start, queries, keys)
+        assert part.cu_seqlens_k.tensor.tolist() == list(keys)
 
 
 def test_the_documents_of_each_microbatch() -> None:
-    documents = Documents.of(torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1] * 4]), eos_id=0)
-    for number, ends in ((1, [documents.of_keys.integers]), (2, [(2, 4, 8), (1, 2, 4, 8)])):
+    documents = Documents.from_tokens(torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1] * 4]), eos_id=0)
+    for number, ends in ((1, [documents.cu_seqlens_k.integers]), (2, [(2, 4, 8), (1, 2, 4, 8)])):
         parts = documents.split(number)
-        assert [part.of_keys.integers for part in parts] == ends
-        assert [part.of_queries.tensor.tolist() for part in parts] == [list(each) for each in ends]
+        assert [part.cu_seqlens_k.integers for part in parts] == ends
+        assert [part.cu_seqlens_q.tensor.tolist() for part in parts] == [list(each) for each in ends]
 
 
 def test_a_users_own_context_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,9 @@ def test_computes_the_formulas_of_the_report(depths: int) -> None:
         difference = (grad - expected_gradients[name]).norm() / expected_gradients[name].norm()
         assert difference <= TOLERANCE, f"{name}: {difference:.1e}"
 
-    (account,) = losses
-    assert account.total is not None and account.name == "mtp_loss"
-    assert (account.total / valid).item() == pytest.approx((sum(further) / depths / valid).item(), rel=TOLERANCE)
+    (aux_loss,) = losses
+    assert aux_loss.total is not None and aux_loss.name == "mtp_loss"
+    assert (aux_loss.total / valid).item() == pytest.approx((sum(further) / depths / valid).item(), rel=TOLERANCE)
 
 
 def test_evaluation_does_not_run_the_further_layers() -> None:
@@ -133,7 +133,7 @@ def test_a_further_token_is_predicted_from_its_document() -> None:
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] - 1) % VOCABULARY
     with torch.no_grad():
-        for documents, seen in ((Documents.of(tokens, eos_id=1), False), (None, True)):
+        for documents, seen in ((Documents.from_tokens(tokens, eos_id=1), False), (None, True)):
             before, after = (model(x, attention_masks=documents).mtp_logits[0][:, 12:] for x in (tokens, changed))
             difference = (before - after).norm() / before.norm()
             assert difference > 1e-3 if seen else difference <= TOLERANCE

@@ -127,7 +127,7 @@ def test_positions_are_hugging_faces(seed: int) -> None:
     batch = make_batch(seed, kinds)
     arguments = {key: value for key, value in batch.theirs().items() if "pixel" not in key}
     theirs, _ = hugging_face(moe=False).model.get_rope_index(**arguments)
-    grids = Grids.of(arguments.get("image_grid_thw"), arguments.get("video_grid_thw"))
+    grids = Grids.from_thw(arguments.get("image_grid_thw"), arguments.get("video_grid_thw"))
     ours = position_ids(arguments["input_ids"], grids, model_args())
     assert torch.equal(ours[:, batch.mask], theirs[:, batch.mask])
 

@@ -182,8 +182,8 @@ def plain(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-class Account:
-    """An account of the loss: its weight and its value."""
+class LossScale:
+    """An aux_loss of the loss: its weight and its value."""
 
     def __init__(self, weight: float, dtype: torch.dtype = torch.float64) -> None:
         self.weight = torch.tensor(weight, dtype=dtype)
@@ -198,16 +198,16 @@ class Account:
 
 def learn(call: dict[str, Any], weight: float = 1.0) -> tuple[Tensor, list[Tensor | None]]:
     """Return the counted loss, and the gradients of the backward pass of attention's output."""
-    account = Account(weight)
+    aux_loss = LossScale(weight)
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
     for tensor in tensors.values():
         tensor.grad = None
     output = torch.zeros_like(call["query"].detach()).requires_grad_()
-    with_loss = with_indexer_loss(output, account, loss_in_chunks, **{"layout": "BSND", **call})
-    assert torch.equal(with_loss, output) and account.losses == []  # the forward computes nothing
+    with_loss = with_indexer_loss(output, aux_loss, loss_in_chunks, **{"layout": "BSND", **call})
+    assert torch.equal(with_loss, output) and aux_loss.losses == []  # the forward computes nothing
     (3 * with_loss).sum().backward()
     assert output.grad is not None and (output.grad == 3).all()
-    (loss,) = account.losses
+    (loss,) = aux_loss.losses
     return loss, [tensors[name].grad for name in LEARNS]
 
 

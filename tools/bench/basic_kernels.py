@@ -319,12 +319,12 @@ def gating(machine: Machine) -> Iterator[OpRow]:
     """Measure the router of DeepSeek-V3.2 without its linear layer, with the counting of tokens."""
     from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
-    from torchtitan_npu.converters.base import retyped
+    from torchtitan_npu.converters.base import convert_module
     from torchtitan_npu.converters.gating import NpuRouter
 
     router = TokenChoiceTopKRouter(8, EXPERTS, GROUPS, LIMITED_GROUPS, TOP_K, "sigmoid", True, 2.5, False)
     router.gate = torch.nn.Identity()  # type: ignore[assignment]  # the input is the logits
-    converted = retyped(router, NpuRouter)
+    converted = convert_module(router, NpuRouter)
     bias = (random_tensor(EXPERTS) * 0.1).float()  # exact in bfloat16
 
     def operator(logits: Tensor) -> Tensor:

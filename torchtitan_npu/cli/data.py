@@ -106,7 +106,7 @@ def describe_row(inputs: dict[str, Tensor], labels: Tensor, tokenizer: Any) -> I
     tokens, (targets,) = inputs["input"], labels.tolist()
     ends = inputs.get(DOCUMENT_ENDS, tokens == tokenizer.eos_id)
     first = 0
-    for number, end in enumerate(Documents.of_last_tokens(ends).of_keys.integers, 1):
+    for number, end in enumerate(Documents.from_last_tokens(ends).cu_seqlens_k.integers, 1):
         ids, learned = tokens[0, first:end].tolist(), targets[first:end]
         runs = [[*run] for has_label, run in groupby(learned, lambda target: target != IGNORE_INDEX) if has_label]
         count = sum(map(len, runs))

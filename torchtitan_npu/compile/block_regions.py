@@ -60,20 +60,20 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, codegen: bool =
     """Compile a block and return the number of its regions.
 
     Two parts may stay eager. Experts do if :func:`has_static_sizes` is false for them, together with the exchange of
-    tokens around them. Attention does in a block with ``prolog`` and ``epilog``: it consists of a few fused operators,
-    and its backward pass updates a loss.
+    tokens around them. Attention does in a block with ``pre_attention`` and ``post_attention``: it consists of a few
+    fused operators, and its backward pass updates a loss.
 
     If the backend generates code (``codegen``), small parts are compiled too, and experts always stay eager.
     """
     add_input_waits(outer)
     block = without_checkpoint_wrapper(outer)
     moes = [child for child in block.children() if isinstance(child, MoE)]
-    in_parts = hasattr(block, "prolog")
+    in_parts = hasattr(block, "pre_attention")
     with_experts = not moes or (not codegen and all(map(has_static_sizes, moes)))
     if with_experts and in_parts:
-        block.prolog = torch.compile(block.prolog, **options)
-        block.epilog = torch.compile(block.epilog, **options)
-        block.experts_in_epilog = bool(moes)
+        block.pre_attention = torch.compile(block.pre_attention, **options)
+        block.post_attention = torch.compile(block.post_attention, **options)
+        block.experts_in_post_attention = bool(moes)
         for moe in moes:  # activation checkpointing is outside of the regions and runs them twice
             block.register_forward_pre_hook(partial(_set_whether_tokens_count, moe))
         return 2
@@ -86,11 +86,11 @@ def compile_block(outer: Any, options: dict[str, Any] = OPTIONS, codegen: bool =
     small = [part for moe in moes for part in (moe.router, moe.shared_experts) if part is not None]
     regions, large = 0, []
     if in_parts:
-        block.prolog = torch.compile(block.prolog, **options)
+        block.pre_attention = torch.compile(block.pre_attention, **options)
         regions = 1
-        # up to the experts, epilog is a matmul, a sum and a norm: too little for a region on local tensors
+        # up to the experts, post_attention is a matmul, a sum and a norm: too little for a region on local tensors
         if codegen or is_worth_compiling(block.attention):
-            block.epilog = torch.compile(block.epilog, **options)
+            block.post_attention = torch.compile(block.post_attention, **options)
             regions = 2
     else:
         large = [child for child in block.children() if child is getattr(block, "attention", None)]

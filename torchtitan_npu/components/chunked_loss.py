@@ -83,7 +83,7 @@ class ChunkedLossPerToken(LossPerToken):
             self.output.unshard()  # does nothing if FSDP has kept the weight after the forward pass
         weight, shard = self.output.weight, None
         if isinstance(weight, DTensor):
-            shard = VocabularyShard.of(weight)
+            shard = VocabularyShard.from_weight(weight)
             # each rank computes the part of the gradient that comes from its rows of the weight
             hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # type: ignore[attr-defined]
             weight = weight.to_local()
@@ -104,7 +104,7 @@ class VocabularyShard(NamedTuple):
     start: int
 
     @classmethod
-    def of(cls, weight: DTensor) -> VocabularyShard:
+    def from_weight(cls, weight: DTensor) -> VocabularyShard:
         mesh = weight.device_mesh
         if weight.placements != (Shard(0),):
             raise UsageError(

@@ -25,7 +25,7 @@ from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
-from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.converters.base import Converter, convert_module, register
 from torchtitan_npu.dist_utils import Microbatches, SequenceSplit, all_gather_kv, local
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
@@ -148,7 +148,7 @@ class NpuDocumentMask(DocumentMask):
     """Returns the documents themselves, for :class:`NpuMaskedAttention`. Synchronises with the device."""
 
     def forward(self, positions: Tensor) -> Documents:  # type: ignore[override]
-        return Documents.of_last_tokens(starts_document(positions).roll(-1, dims=-1))
+        return Documents.from_last_tokens(starts_document(positions).roll(-1, dims=-1))
 
 
 class NpuFrameAttention(FrameAttention):
@@ -179,7 +179,7 @@ def _transposed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tens
 def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, mask: Tensor | None) -> Tensor:
     """Return the attention of ``q`` (bsz, heads, seqlen, head_dim) in documents: (bsz * seqlen, heads, head_dim)."""
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
-    return packed_attention(q, k, v, documents.of_keys.integers, scale, mask)
+    return packed_attention(q, k, v, documents.cu_seqlens_k.integers, scale, mask)
 
 
 def _in_documents(
@@ -197,8 +197,8 @@ class VarlenDocuments(VarlenMetadata):
     documents: Documents
 
     @classmethod
-    def of(cls, documents: Documents) -> VarlenDocuments:
-        ends = documents.of_keys.tensor
+    def from_documents(cls, documents: Documents) -> VarlenDocuments:
+        ends = documents.cu_seqlens_k.tensor
         mask = cls(ends, ends, 0, 0)
         mask.documents = documents
         return mask
@@ -221,7 +221,7 @@ class MaskOfBatch:
         if not self.by_document:
             return self.mask(None)
         assert tokenizer.eos_id is not None
-        documents = Documents.of(input_batch, tokenizer.eos_id)
+        documents = Documents.from_tokens(input_batch, tokenizer.eos_id)
         if self.microbatches is None:
             return self.mask(documents)
         return Microbatches(map(self.mask, documents.split(self.microbatches)))
@@ -235,7 +235,7 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     DocumentMask: NpuDocumentMask,
     FrameAttention: NpuFrameAttention,
 }
-MASKS = {"varlen": VarlenDocuments.of, "flex": BlockDocuments}
+MASKS = {"varlen": VarlenDocuments.from_documents, "flex": BlockDocuments}
 """The masks of TorchTitan's models, by their ``attn_type``."""
 MODELS_WITH_MASKS = (Transformer, Qwen3Model, DeepSeekV3Model)
 """Models whose masks are causal or causal within documents, and nothing else."""
@@ -290,7 +290,7 @@ class AttentionConverter(Converter):
         cls = REPLACEMENTS[type(module)]
         if cls is NpuCausalAttention and self.parallel_dims.cp_enabled:
             cls = NpuContextParallelAttention
-        new: Any = retyped(module, cls)
+        new: Any = convert_module(module, cls)
         new.mask = self.mask
         if isinstance(new, NpuContextParallelAttention):
             new.head_tail = self.job_config.parallelism.context_parallel_load_balancer == "headtail"

@@ -56,7 +56,7 @@ class Converter(ABC):
 
     @abstractmethod
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        """Return the replacement of ``module``, often by :func:`retyped`. Must not change ``module`` itself."""
+        """Return the replacement of ``module``, often by :func:`convert_module`. Must not change ``module`` itself."""
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         """Return the NPU limits that this target exceeds (see :class:`torchtitan_npu.ops.Op`)."""
@@ -160,7 +160,7 @@ def modules_of_type(model: nn.Module, cls: type[nn.Module]) -> list[tuple[str, n
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
-def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
+def convert_module(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
     """Return a ``cls`` with the parameters, buffers, children, hooks and attributes of ``module``.
 
     ``cls`` is a subclass of ``module``'s class that computes the same result. ``module`` itself does not change.
@@ -176,9 +176,9 @@ def retyped(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
     return new
 
 
-def with_forward(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
-    """Like :func:`retyped`, for a ``module`` whose class may be a sibling of ``cls`` with the same forward."""
-    return retyped(module, cls if issubclass(cls, type(module)) else _both(cls, type(module)))  # type: ignore[arg-type]
+def swap_forward(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
+    """Like :func:`convert_module`, for a ``module`` whose class may be a sibling of ``cls`` with the same forward."""
+    return convert_module(module, cls if issubclass(cls, type(module)) else _both(cls, type(module)))  # type: ignore[arg-type]
 
 
 @functools.cache

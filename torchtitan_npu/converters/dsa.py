@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_npu import platform
-from torchtitan_npu.converters.base import Converter, register, retyped
+from torchtitan_npu.converters.base import Converter, convert_module, register
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.layers.sparse_attention import SparseAttention, at_least_float32
@@ -95,9 +95,9 @@ class FusedAttention(SparseAttention):
         if documents is None:
             return super().query_places(bsz, queries, keys, documents, device)
         # the operators count from the first key of a document, whose last query is its last key
-        lengths = torch.diff(documents.of_keys.tensor, prepend=documents.of_keys.tensor.new_zeros(1))
-        number = documents.of_queries.numbers(bsz).flatten()
-        from_end = torch.arange(bsz * queries, device=device) - documents.of_queries.tensor[number]
+        lengths = torch.diff(documents.cu_seqlens_k.tensor, prepend=documents.cu_seqlens_k.tensor.new_zeros(1))
+        number = documents.cu_seqlens_q.numbers(bsz).flatten()
+        from_end = torch.arange(bsz * queries, device=device) - documents.cu_seqlens_q.tensor[number]
         return (from_end + lengths[number]).view(bsz, queries)
 
     def attend(
@@ -128,7 +128,7 @@ class NpuSparseAttention(FusedAttention):
         return (*selection, ATTENTION, *loss)
 
     def prepare_queries(self, q: Tensor) -> Tensor:
-        # part of the prolog, so that in a compiled prolog the gradient has the strides that were traced
+        # part of the pre_attention, so that in a compiled pre_attention the gradient has the strides that were traced
         return q if self.supports_strided_queries else q.contiguous()
 
     def attend(
@@ -136,8 +136,8 @@ class NpuSparseAttention(FusedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         q, q_rope, index_q, index_weights, selected = queries
         layout = "BSND" if documents is None else "TND"
-        query_ends, query_end_list = documents.of_queries if documents is not None else (None, None)
-        key_ends, key_end_list = documents.of_keys if documents is not None else (None, None)
+        cu_seqlens_q, query_end_list = documents.cu_seqlens_q if documents is not None else (None, None)
+        cu_seqlens_k, key_end_list = documents.cu_seqlens_k if documents is not None else (None, None)
         # autocast ignores these operators, and a norm may return float32; an NPU requires contiguous tensors
         query = q if self.supports_strided_queries else q.contiguous()
         query_rope, key, key_rope = (x.to(q.dtype).contiguous() for x in (q_rope, keys.k, keys.k_rope))
@@ -150,7 +150,7 @@ class NpuSparseAttention(FusedAttention):
                 "key_index": keys.index_k.unsqueeze(-2).to(q.dtype).contiguous(),
                 "weights": at_least_float32(index_weights).contiguous(),
             }
-        best = self.select(index, layout, query_ends, key_ends) if self.has_indexer else None
+        best = self.select(index, layout, cu_seqlens_q, cu_seqlens_k) if self.has_indexer else None
         indices = best if selected is None else selected
         assert indices is not None
         output, softmax_max, softmax_sum = torch.ops.npu.npu_sparse_flash_attention(
@@ -159,8 +159,8 @@ class NpuSparseAttention(FusedAttention):
             value,
             indices.contiguous(),
             scale,
-            actual_seq_lengths_query=query_ends,
-            actual_seq_lengths_kv=key_ends,
+            actual_seq_lengths_query=cu_seqlens_q,
+            actual_seq_lengths_kv=cu_seqlens_k,
             query_rope=query_rope,
             key_rope=key_rope,
             layout_query=layout,
@@ -190,15 +190,15 @@ class NpuSparseAttention(FusedAttention):
 
     @torch.no_grad()
     def select(
-        self, index: dict[str, Tensor], layout: str, query_ends: Tensor | None, key_ends: Tensor | None
+        self, index: dict[str, Tensor], layout: str, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
     ) -> Tensor:
         """Return the indices (bsz, seqlen, 1, topk) of the keys that the indexer scores highest, -1 after the last."""
         indices, _ = torch.ops.npu.npu_lightning_indexer(
             index["query_index"],
             index["key_index"],
             index["weights"],
-            actual_seq_lengths_query=query_ends,
-            actual_seq_lengths_key=key_ends,
+            actual_seq_lengths_query=cu_seqlens_q,
+            actual_seq_lengths_key=cu_seqlens_k,
             layout_query=layout,
             layout_key=layout,
             sparse_count=self.topk,
@@ -225,7 +225,10 @@ class NpuDenseAttention(FusedAttention):
         layout = "BSND" if documents is None else "TND"
         ends: dict[str, Sequence[int] | None] = {"actual_seq_qlen": None, "actual_seq_klen": None}
         if documents is not None:
-            ends = {"actual_seq_qlen": documents.of_queries.integers, "actual_seq_klen": documents.of_keys.integers}
+            ends = {
+                "actual_seq_qlen": documents.cu_seqlens_q.integers,
+                "actual_seq_klen": documents.cu_seqlens_k.integers,
+            }
         q_rope, k, k_rope, v = (x.to(q.dtype).contiguous() for x in (q_rope, k, k_rope, v))
         output, softmax_max, softmax_sum, *_ = torch.ops.npu.npu_fusion_attention(
             torch.cat([q, q_rope], dim=-1),
@@ -290,8 +293,8 @@ class DsaConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         if cast(SparseAttention, module).args.warmup:
-            return retyped(module, NpuDenseAttention)
-        attention = retyped(module, NpuSparseAttention)
+            return convert_module(module, NpuDenseAttention)
+        attention = convert_module(module, NpuSparseAttention)
         attention.supports_strided_queries = platform.job_backend() == "cuda"
         return attention
 

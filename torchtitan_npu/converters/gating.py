@@ -14,7 +14,7 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
-from torchtitan_npu.converters.base import Converter, register, with_forward
+from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
@@ -133,7 +133,7 @@ class GatingConverter(Converter):
         return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        return with_forward(module, NpuRouter)
+        return swap_forward(module, NpuRouter)
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         router = cast(TokenChoiceTopKRouter, module)

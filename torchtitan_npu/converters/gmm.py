@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_npu.converters.base import Converter, register, with_forward
+from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.converters.permute import deepep_error
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.ops import OPS
@@ -105,7 +105,7 @@ class GroupedMatmulConverter(Converter):
         ]
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        experts: Any = with_forward(module, REPLACEMENTS[type(module).forward])
+        experts: Any = swap_forward(module, REPLACEMENTS[type(module).forward])
         experts.use_grouped_mm = False  # torch._grouped_mm needs padding
         return experts
 

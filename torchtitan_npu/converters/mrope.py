@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
+from torchtitan_npu.converters.base import Converter, convert_module, modules_of_type, register
 from torchtitan_npu.converters.rope import rotated
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
@@ -159,7 +159,7 @@ class MRoPEConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         if isinstance(module, MRoPERotation):
-            return retyped(module, NpuMRoPERotation)
-        tables = retyped(module, NpuMRoPETables)
+            return convert_module(module, NpuMRoPERotation)
+        tables = convert_module(module, NpuMRoPETables)
         tables.in_training = npu_options(self.job_config).mrope_in_training
         return tables

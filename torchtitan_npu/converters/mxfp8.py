@@ -16,7 +16,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.config.job_config import mxfp8_options, npu_options
-from torchtitan_npu.converters.base import Converter, register, retyped, summary
+from torchtitan_npu.converters.base import Converter, convert_module, register, summary
 from torchtitan_npu.converters.gmm import REPLACEMENTS, NpuGroupedExperts, product_dtype
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
@@ -164,10 +164,10 @@ class Mxfp8Converter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         if _is_experts(module):
-            experts: Any = retyped(module, type(module))
+            experts: Any = convert_module(module, type(module))
             experts.mxfp8_recipe = self.recipe()
             return experts
-        linear = retyped(module, NpuMxLinear)
+        linear = convert_module(module, NpuMxLinear)
         linear.recipe = self.recipe()
         return linear
 

@@ -16,7 +16,7 @@ from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from torchtitan_npu import platform
 from torchtitan_npu.config.job_config import npu_options
-from torchtitan_npu.converters.base import Converter, register, with_forward
+from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.moe_permute.function import unpermute, weighted_unpermute
@@ -143,7 +143,7 @@ class PermuteConverter(Converter):
         return targets
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        moe = with_forward(module, NpuMoE)
+        moe = swap_forward(module, NpuMoE)
         moe.combine_dtype = npu_options(self.job_config).moe_combine_dtype
         reorderer = type(moe.reorderer)
         if reorderer.forward is not TokenReorderer.forward:
@@ -151,7 +151,7 @@ class PermuteConverter(Converter):
                 f"model.converters: {self.name} replaces TorchTitan's TokenReorderer, but {fqn}.reorderer is a "
                 f"{reorderer.__name__} with its own forward; remove {self.name} from the list"
             )
-        moe.reorderer = with_forward(moe.reorderer, NpuTokenReorderer)
+        moe.reorderer = swap_forward(moe.reorderer, NpuTokenReorderer)
         return moe
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:

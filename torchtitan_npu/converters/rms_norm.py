@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from torchtitan_npu.converters.base import Converter, modules_of_type, register, retyped
+from torchtitan_npu.converters.base import Converter, convert_module, modules_of_type, register
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.torch_internals.dispatch import has_kernel
 
@@ -51,7 +51,7 @@ class RMSNormConverter(Converter):
         return modules_of_type(model, nn.RMSNorm)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
-        return retyped(module, NpuRMSNorm)
+        return convert_module(module, NpuRMSNorm)
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
         gamma = cast(nn.RMSNorm, module).weight

@@ -28,7 +28,7 @@ from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
-from torchtitan_npu.converters.base import Converter, register, retyped, summary
+from torchtitan_npu.converters.base import Converter, convert_module, register, summary
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.mrope import MRoPERotation
@@ -336,7 +336,7 @@ class RoPEConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         rotations = rotations_of(module)
-        attention = retyped(module, rotating(type(module), rotations))  # type: ignore[arg-type]
+        attention = convert_module(module, rotating(type(module), rotations))  # type: ignore[arg-type]
         if any("forward" in rotation.methods for rotation in rotations):
             attention.register_forward_pre_hook(pass_tables_by_keyword, prepend=True, with_kwargs=True)
         return attention

@@ -10,7 +10,7 @@ Faults of torch 2.13 (torch/distributed/pipelining/stage.py):
   the end, and then reduces them all. Here FSDP frees them layer by layer, as it does without a pipeline.
 - If a schedule computes weight gradients separately, they keep the strides they come with. An expert's gradient is a
   transposed view, which autograd would copy. The CPU's fused optimizer ignores strides and reads it in memory order.
-- No method of a stage tells its module which microbatch runs. A session that records or replays choices needs it.
+- No method of a stage tells its module which microbatch runs. A session that records or replays decisions needs it.
 - A stage passes every microbatch the same arguments that are not tensors. See
   :class:`torchtitan_npu.dist_utils.Microbatches`.
 
@@ -32,7 +32,7 @@ from torchtitan.models.moe.moe import MoE
 
 from torchtitan_npu.dist_utils import of_microbatch
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.layers.routing_decisions import Choices, choices_of
+from torchtitan_npu.layers.routing_decisions import RoutingDecisions, routing_decisions_of
 from torchtitan_npu.torch_internals.pipelining import full_backward
 
 
@@ -40,12 +40,12 @@ class PipelineStage(TorchPipelineStage):
     """torch's PipelineStage without these faults."""
 
     @cached_property
-    def choices(self) -> list[Choices]:
-        return choices_of(self.submod)
+    def decisions(self) -> list[RoutingDecisions]:
+        return routing_decisions_of(self.submod)
 
     def running(self, microbatch: int) -> AbstractContextManager[None]:
         """Return a context for the forward or backward pass of ``microbatch``."""
-        session = self.choices[0].session if self.choices else None
+        session = self.decisions[0].session if self.decisions else None
         return session.running(microbatch) if session else nullcontext()
 
     def backward_maybe_with_nosync(

@@ -72,16 +72,16 @@ class AuxiliaryLoss(nn.Module):
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, account: AuxiliaryLoss) -> Tensor:
+    def forward(ctx: Any, output: Tensor, loss: Tensor, aux_loss: AuxiliaryLoss) -> Tensor:
         ctx.save_for_backward(loss)
-        ctx.account = account
+        ctx.aux_loss = aux_loss
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         def compute(loss: Tensor) -> list[Tensor]:
-            scale = ctx.account.scale()
-            ctx.account.count(loss)
+            scale = ctx.aux_loss.scale()
+            ctx.aux_loss.count(loss)
             return [scale.to(loss.dtype)]
 
         (loss_grad,) = gradients_once(ctx, [1], compute)

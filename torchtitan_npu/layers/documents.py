@@ -12,7 +12,7 @@ DOCUMENT_ENDS = "document_ends"
 """Entry of a batch, (bsz, seqlen) bool, that marks the last tokens of documents. Without it, eos tokens do."""
 
 
-class Ends(NamedTuple):
+class CuSeqlens(NamedTuple):
     """The end of each document, one past its last token, in the concatenated rows of a batch."""
 
     tensor: Tensor
@@ -21,7 +21,7 @@ class Ends(NamedTuple):
     """The same values on the host, for operators that take integers."""
 
     @classmethod
-    def of(cls, integers: Sequence[int], device: torch.device) -> Ends:
+    def from_integers(cls, integers: Sequence[int], device: torch.device) -> CuSeqlens:
         return cls(torch.tensor(integers, dtype=torch.int32, device=device), tuple(integers))
 
     def numbers(self, bsz: int) -> Tensor:
@@ -33,52 +33,53 @@ class Ends(NamedTuple):
 class Documents(NamedTuple):
     """The documents of a batch, by the ends of their queries and of their keys. A row's end also ends a document."""
 
-    of_queries: Ends
-    of_keys: Ends
+    cu_seqlens_q: CuSeqlens
+    cu_seqlens_k: CuSeqlens
 
     @classmethod
-    def of(cls, tokens: Tensor, eos_id: int) -> Documents:
+    def from_tokens(cls, tokens: Tensor, eos_id: int) -> Documents:
         """Return the documents of ``tokens`` (bsz, seqlen), which end with ``eos_id``. Synchronises with the device."""
-        return cls.of_last_tokens(tokens == eos_id)
+        return cls.from_last_tokens(tokens == eos_id)
 
     @classmethod
-    def of_last_tokens(cls, is_last: Tensor) -> Documents:
+    def from_last_tokens(cls, is_last: Tensor) -> Documents:
         """Return the documents whose last tokens ``is_last`` (bsz, seqlen) marks. Synchronises with the device."""
         is_last = is_last.clone()
         is_last[:, -1] = True
         tensor = is_last.flatten().nonzero().squeeze(1).to(torch.int32) + 1
-        ends = Ends(tensor, tuple(tensor.tolist()))
+        ends = CuSeqlens(tensor, tuple(tensor.tolist()))
         return cls(ends, ends)
 
     def numbers(self, bsz: int) -> tuple[Tensor, Tensor]:
         """Return the index of each query's and each key's document, (bsz, queries) and (bsz, keys)."""
-        return self.of_queries.numbers(bsz), self.of_keys.numbers(bsz)
+        return self.cu_seqlens_q.numbers(bsz), self.cu_seqlens_k.numbers(bsz)
 
     def split(self, number: int) -> list[Documents]:
         """Split into the documents of ``number`` microbatches with equally many rows."""
-        total, device = self.of_keys.integers[-1], self.of_keys.tensor.device
+        total, device = self.cu_seqlens_k.integers[-1], self.cu_seqlens_k.tensor.device
         tokens, rest = divmod(total, number)
         assert not rest, f"{total} tokens in {number} microbatches"
         parts = []
         for first in range(0, total, tokens):
-            inside = [end - first for end in self.of_keys.integers if first < end <= first + tokens]
-            ends = Ends.of(inside, device)
+            inside = [end - first for end in self.cu_seqlens_k.integers if first < end <= first + tokens]
+            ends = CuSeqlens.from_integers(inside, device)
             parts.append(Documents(ends, ends))
         return parts
 
     def groups(self, most: int) -> list[tuple[slice, slice, Documents]]:
         """Split into groups of at most ``most`` documents, each with the tokens of its queries and of its keys."""
-        count = len(self.of_keys.integers)
+        count = len(self.cu_seqlens_k.integers)
         if count <= most:
-            return [(slice(0, self.of_queries.integers[-1]), slice(0, self.of_keys.integers[-1]), self)]
-        device, query, key, groups = self.of_keys.tensor.device, 0, 0, []
+            return [(slice(0, self.cu_seqlens_q.integers[-1]), slice(0, self.cu_seqlens_k.integers[-1]), self)]
+        device, query, key, groups = self.cu_seqlens_k.tensor.device, 0, 0, []
         for first in range(0, count, most):
-            query_ends, key_ends = (ends.integers[first : first + most] for ends in self)
+            cu_seqlens_q, cu_seqlens_k = (ends.integers[first : first + most] for ends in self)
             group = Documents(
-                Ends.of([end - query for end in query_ends], device), Ends.of([end - key for end in key_ends], device)
+                CuSeqlens.from_integers([end - query for end in cu_seqlens_q], device),
+                CuSeqlens.from_integers([end - key for end in cu_seqlens_k], device),
             )
-            groups.append((slice(query, query_ends[-1]), slice(key, key_ends[-1]), group))
-            query, key = query_ends[-1], key_ends[-1]
+            groups.append((slice(query, cu_seqlens_q[-1]), slice(key, cu_seqlens_k[-1]), group))
+            query, key = cu_seqlens_q[-1], cu_seqlens_k[-1]
         return groups
 
     def part(self, row: int, seqlen: int, first: int, last: int) -> tuple[int, Documents]:
@@ -86,12 +87,12 @@ class Documents(NamedTuple):
 
         These tokens are the queries. Their keys start with the document of token ``first`` and end at ``last``.
         """
-        ends = [end - row * seqlen for end in self.of_keys.integers if row * seqlen < end <= (row + 1) * seqlen]
+        ends = [end - row * seqlen for end in self.cu_seqlens_k.integers if row * seqlen < end <= (row + 1) * seqlen]
         start = max((end for end in ends if end <= first), default=0)
         inside = [min(end, last) for end in ends if end > first]
         inside = inside[: inside.index(last) + 1]
-        device = self.of_keys.tensor.device
-        queries, keys = (Ends.of([end - begin for end in inside], device) for begin in (first, start))
+        device = self.cu_seqlens_k.tensor.device
+        queries, keys = (CuSeqlens.from_integers([end - begin for end in inside], device) for begin in (first, start))
         return start, Documents(queries, keys)
 
 

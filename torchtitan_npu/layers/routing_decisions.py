@@ -1,4 +1,4 @@
-"""A layer's choices, as a module of the model, and the operators through which they pass.
+"""A layer's decisions, as a module of the model, and the operators through which they pass.
 
 The operators are opaque: compiled regions and activation checkpointing see one operator, in the forward pass and in its
 recomputation alike, and no files.
@@ -26,17 +26,17 @@ class Session(Protocol):
 
     def running(self, microbatch: int) -> AbstractContextManager[None]: ...
 
-    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor: ...
+    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor: ...
 
-    def recorded(self, choices: Choices, places: Tensor) -> Tensor: ...
+    def recorded(self, decisions: RoutingDecisions, places: Tensor) -> Tensor: ...
 
 
 _handles = itertools.count()
-_by_handle: WeakValueDictionary[int, Choices] = WeakValueDictionary()
+_by_handle: WeakValueDictionary[int, RoutingDecisions] = WeakValueDictionary()
 
 
-class Choices(nn.Module):
-    """Pass a layer's choices to the job's session, which records or replaces them. Without a session, a copy."""
+class RoutingDecisions(nn.Module):
+    """Pass a layer's decisions to the job's session, which records or replaces them. Without a session, a copy."""
 
     def __init__(self, kind: str, layer: int, top_k: int, out_of: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Choices(nn.Module):
         return f"{self.kind} of layer {self.layer}, top_k={self.top_k} of {self.out_of}"
 
     def forward(self, own: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return the choices to use, in the shape of ``own``, those that the layer has made.
+        """Return the decisions to use, in the shape of ``own``, those that the layer has made.
 
         Experts are (tokens, top_k), keys are (bsz, tokens, 1, top_k). ``places`` (bsz, tokens) are the queries' places
         among the keys that the indices of ``own`` count.
@@ -72,16 +72,16 @@ class Choices(nn.Module):
         return torch.ops.torchtitan_npu.recorded_keys(places, self.handle, self.top_k)
 
 
-def choices_of(model: nn.Module) -> list[Choices]:
-    return [module for module in model.modules() if isinstance(module, Choices)]
+def routing_decisions_of(model: nn.Module) -> list[RoutingDecisions]:
+    return [module for module in model.modules() if isinstance(module, RoutingDecisions)]
 
 
 @torch.library.custom_op("torchtitan_npu::choose", mutates_args=())
 def _choose(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
-    choices = _by_handle[int(handle)]
-    if choices.session is None or not choices.session.runs_now:
+    decisions = _by_handle[int(handle)]
+    if decisions.session is None or not decisions.session.runs_now:
         return own.clone()
-    return choices.session.choose(choices, own, places)
+    return decisions.session.choose(decisions, own, places)
 
 
 @_choose.register_fake
@@ -91,9 +91,9 @@ def _(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_npu::recorded_keys", mutates_args=())
 def _recorded_keys(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
-    choices = _by_handle[int(handle)]
-    assert choices.session is not None
-    return choices.session.recorded(choices, places)
+    decisions = _by_handle[int(handle)]
+    assert decisions.session is not None
+    return decisions.session.recorded(decisions, places)
 
 
 @_recorded_keys.register_fake

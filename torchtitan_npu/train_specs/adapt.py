@@ -35,7 +35,7 @@ from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.loss import LossPerToken
 from torchtitan_npu.components.metrics import build_metrics_processor
 from torchtitan_npu.components.optimizers import adapted_optimizers
-from torchtitan_npu.components.replay.install import install_choices
+from torchtitan_npu.components.replay.install import install_routing_decisions
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.config.job_config import compiles_blocks, npu_options, replay_options
 from torchtitan_npu.dist_utils import local
@@ -151,7 +151,7 @@ def corrected(plan: ParallelizeFunction) -> ParallelizeFunction:
         if npu_options(job_config).loss_chunk_tokens:
             defer_output(model)
         if replay_options(job_config).is_used:
-            install_choices(model, job_config.training.seq_len)
+            install_routing_decisions(model, job_config.training.seq_len)
         replacements: dict[Any, Any] = {**CHECKPOINTING}
         if apply_context_parallel(model, job_config, dims):
             replacements |= WITHOUT_ATTENTION

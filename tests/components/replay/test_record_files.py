@@ -1,4 +1,4 @@
-"""The files of a record: any rank finds the choices of its tokens, whichever ranks have written them."""
+"""The files of a record: any rank finds the decisions of its tokens, whichever ranks have written them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ NAMES = [sequence_hash(np.arange(row, row + SEQ_LEN)) for row in range(4)]
 HEADER = header_of({"name": "m", "dim": 64}, SEQ_LEN, {EXPERTS: {1: (TOP_K, 8), 2: (TOP_K, 8)}, KEYS: {}})
 
 
-def choices(layer: int, sequence: int) -> np.ndarray:
-    """Return choices (positions, top_k) that name their layer, sequence and position."""
+def decisions(layer: int, sequence: int) -> np.ndarray:
+    """Return decisions (positions, top_k) that name their layer, sequence and position."""
     return np.stack([np.full(TOP_K, 100 * layer + 10 * sequence) + position for position in range(SEQ_LEN)])
 
 
@@ -51,7 +51,7 @@ def write(
     writer.sequences += [NAMES[sequence] for sequence in sequences]
     for layer in layers:
         for row, sequence in enumerate(sequences):  # as gradient accumulation writes them
-            writer.write(EXPERTS, layer, row, choices(layer, sequence)[None, positions])
+            writer.write(EXPERTS, layer, row, decisions(layer, sequence)[None, positions])
     writer.close()
 
 
@@ -84,7 +84,7 @@ def test_another_layout_finds_its_tokens(tmp_path: Path) -> None:
             read = StepReader(tmp_path, 0).read(
                 EXPERTS, layer, [(NAMES[3], 0), (NAMES[1], 0)], np.array(positions), TOP_K
             )
-            assert np.array_equal(read, np.stack([choices(layer, 3)[positions], choices(layer, 1)[positions]]))
+            assert np.array_equal(read, np.stack([decisions(layer, 3)[positions], decisions(layer, 1)[positions]]))
 
 
 def test_a_sequence_that_occurs_twice_is_read_in_order_from_the_ranks_own_file_first(tmp_path: Path) -> None:
@@ -94,17 +94,17 @@ def test_a_sequence_that_occurs_twice_is_read_in_order_from_the_ranks_own_file_f
         writer = StepWriter(tmp_path, rank, 2, 2, {EXPERTS: part})
         writer.sequences += [NAMES[0], NAMES[0]]
         for row in (0, 1):
-            writer.write(EXPERTS, 1, row, choices(rank, row)[None])
+            writer.write(EXPERTS, 1, row, decisions(rank, row)[None])
         writer.close()
     read = StepReader(tmp_path, 1).read(EXPERTS, 1, [(NAMES[0], 0), (NAMES[0], 1)], everywhere, TOP_K)
-    assert np.array_equal(read, np.stack([choices(1, 0), choices(1, 1)]))
+    assert np.array_equal(read, np.stack([decisions(1, 0), decisions(1, 1)]))
 
 
 def test_arrays_are_plain_npy_files(tmp_path: Path) -> None:
     write(tmp_path, 0, [1, 2], [0, 1], list(range(SEQ_LEN)))
     array = np.load(tmp_path / "rank-0.experts.npy", mmap_mode="r", allow_pickle=False)
     assert array.shape == (2, 2, SEQ_LEN, TOP_K) and array.dtype == np.int16
-    assert np.array_equal(array[1, 0], choices(2, 0))
+    assert np.array_equal(array[1, 0], decisions(2, 0))
     index = json.loads((tmp_path / "rank-0.json").read_text())
     assert index == {"ranks": 1, "sequences": NAMES[:2], "experts": {"layers": [1, 2], "positions": [[0, SEQ_LEN]]}}
 
@@ -141,14 +141,14 @@ def test_a_step_without_the_index_of_a_rank_that_was_killed_is_incomplete(tmp_pa
         StepReader(folder, 1)
     for rank in (0, 2, 3):
         write(folder, rank, [1], [rank], list(range(SEQ_LEN)), ranks=4)
-    with pytest.raises(UsageError, match="step-7 is incomplete: it has the choices of 3 of 4 ranks"):
+    with pytest.raises(UsageError, match="step-7 is incomplete: it has the decisions of 3 of 4 ranks"):
         StepReader(folder, 1)
 
 
 def test_a_layer_that_did_not_choose_is_an_error(tmp_path: Path) -> None:
     part = KindOfRank([1, 2], np.arange(SEQ_LEN), TOP_K, np.dtype("<i2"))
     writer = StepWriter(tmp_path, 0, 1, 1, {EXPERTS: part})
-    writer.write(EXPERTS, 1, 0, choices(1, 0)[None])
+    writer.write(EXPERTS, 1, 0, decisions(1, 0)[None])
     with pytest.raises(RuntimeError, match="layer 2 has not chosen"):
         writer.close()
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
-from torchtitan_npu.components.replay.install import ReplayNpuRouter, ReplayRouter, install_choices
+from torchtitan_npu.components.replay.install import ReplayNpuRouter, ReplayRouter, install_routing_decisions
 from torchtitan_npu.components.replay.replayer import count_absent
-from torchtitan_npu.converters.base import with_forward
+from torchtitan_npu.converters.base import swap_forward
 from torchtitan_npu.converters.gating import NpuRouter
 
 DIM, EXPERTS, TOP_K, TOKENS = 16, 8, 3, 40
@@ -26,14 +26,14 @@ FUSED = SETTINGS[:2]
 
 
 class Given:
-    """A session whose choices are given."""
+    """A session whose decisions are given."""
 
     runs_now = True
 
     def __init__(self, experts: Tensor) -> None:
         self.experts = experts
 
-    def choose(self, choices: Any, own: Tensor, places: Tensor | None) -> Tensor:
+    def choose(self, decisions: Any, own: Tensor, places: Tensor | None) -> Tensor:
         return self.experts.clone()
 
 
@@ -42,17 +42,17 @@ def model_with(router: nn.Module) -> nn.ModuleDict:
 
 
 def routers(settings: dict[str, Any], fused: bool) -> tuple[Any, Any]:
-    """Return a router, and a second one with its weights that passes its selection through ``Choices``."""
+    """Return a router, and a second one with its weights that passes its selection through ``RoutingDecisions``."""
     torch.manual_seed(0)
     defaults = {"num_expert_groups": None, "num_limited_groups": None, "route_scale": 1.0, "gate_bias": False}
     router: Any = TokenChoiceTopKRouter(DIM, EXPERTS, top_k=TOP_K, **defaults | settings)
     if fused:
-        router = with_forward(router, NpuRouter)
+        router = swap_forward(router, NpuRouter)
     model: Any = model_with(router)
-    install_choices(model, seq_len=TOKENS)
+    install_routing_decisions(model, seq_len=TOKENS)
     replaying = model["layers"]["5"]["router"]
     assert isinstance(replaying, ReplayNpuRouter if fused else ReplayRouter)
-    assert replaying.choices.layer == 5 and replaying.gate is router.gate
+    assert replaying.decisions.layer == 5 and replaying.gate is router.gate
     return router, replaying
 
 
@@ -77,7 +77,7 @@ def test_scores_and_gradients_are_those_of_the_given_experts(settings: dict[str,
     x = torch.randn(TOKENS, DIM)
     experts = torch.rand(TOKENS, EXPERTS).argsort(dim=1)[:, :TOP_K]
     experts[0] = router(x)[1][0].flip(0)  # the router's own, in another order
-    replaying.choices.session = Given(experts)
+    replaying.decisions.session = Given(experts)
     scores, used, counts = replaying(x)
     assert torch.equal(used, experts)
     assert torch.equal(counts.long(), torch.bincount(experts.flatten(), minlength=EXPERTS))
@@ -105,7 +105,7 @@ def test_compiled_routers_of_many_layers_share_their_graphs() -> None:
     compiled = [torch.compile(layer, backend=graphs, fullgraph=True) for layer in layers]
     experts = [torch.rand(TOKENS, EXPERTS).argsort(dim=1)[:, :TOP_K] for _ in layers]
     for layer, given in zip(layers, experts, strict=True):
-        layer.choices.session = Given(given)
+        layer.decisions.session = Given(given)
     used = [router(torch.randn(TOKENS, DIM))[1] for router in compiled]
     assert all(map(torch.equal, used, experts))
     assert graphs.frame_count == 1
@@ -125,4 +125,4 @@ def test_a_router_with_its_own_forward_is_an_error() -> None:
 
     router = OwnForward(DIM, EXPERTS, None, None, TOP_K, "sigmoid", True, 1.0, False)
     with pytest.raises(ValueError, match=r"layers\.5\.router: OwnForward has its own forward"):
-        install_choices(model_with(router), TOKENS)
+        install_routing_decisions(model_with(router), TOKENS)

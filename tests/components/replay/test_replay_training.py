@@ -1,4 +1,4 @@
-"""Jobs that record their choices, and jobs that train with a record, on any layout."""
+"""Jobs that record their decisions, and jobs that train with a record, on any layout."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def recorded(model: str, ranks: int = 1, layout: str = "{}", options: str = "{}"
 
 @functools.cache
 def random_record(model: str) -> tuple[Path, Record]:
-    """Return a record of one rank with random choices in place of the model's, and the job that replays it."""
+    """Return a record of one rank with random decisions in place of the model's, and the job that replays it."""
     path, _ = recorded(model)
     copy, generator = folder(), np.random.default_rng(0)
     header = read_header(path)
@@ -159,7 +159,7 @@ LAYOUTS = [
 def test_any_layout_trains_with_the_choices_of_one_ranks_record(
     model: str, ranks: int, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
-    """The choices are random, so a choice of another token, layer or microbatch changes the loss."""
+    """The decisions are random, so a choice of another token, layer or microbatch changes the loss."""
     path, expected = random_record(model)
     records = train(model, ranks, layout, {**options, "replay.replay": str(path)})
     actual = together(records)
@@ -167,7 +167,7 @@ def test_any_layout_trains_with_the_choices_of_one_ranks_record(
     assert actual.losses[1] == pytest.approx(expected.losses[1], rel=1e-5)  # after Adam's first step
     assert_same_gradients(actual, expected)
     assert_same_balance(actual, expected)
-    if "validation.enable" in options:  # with the model's own choices
+    if "validation.enable" in options:  # with the model's own decisions
         assert actual.validation == pytest.approx(expected.validation, rel=1e-5)
     for kind in read_header(path)["choices"]:
         counts = {tuple(record.metrics[f"replay/{kind}"]) for record in records}
@@ -283,9 +283,9 @@ def test_keys_of_a_query_at_position_5_of_a_document_from_position_2(keys: list[
 
 
 def test_a_resumed_job_continues_its_record_and_another_one_does_not(tmp_path: Path) -> None:
-    choices, keys = {"replay.record": str(tmp_path / "choices")}, "rank-0.keys.npy"
+    decisions, keys = {"replay.record": str(tmp_path / "choices")}, "rank-0.keys.npy"
     folders = {"job.dump_folder": str(tmp_path), "checkpoint.enable": True, "checkpoint.interval": 2}
-    options = {**choices, **folders, "training.steps": 4}
+    options = {**decisions, **folders, "training.steps": 4}
     deepseek_v32_training.train_on(1, {}, options, stop=3)  # saves after step 2 only
     third = tmp_path / "choices" / "step-3"
     expected = np.load(third / keys)
@@ -295,7 +295,7 @@ def test_a_resumed_job_continues_its_record_and_another_one_does_not(tmp_path: P
     assert np.array_equal(np.load(third / keys), expected)
     assert not (third / "rank-1.json").exists() and (tmp_path / "choices" / "step-4" / "rank-0.json").exists()
     with pytest.raises(RankError, match="the folder has a record already"):
-        train("deepseek_v32", 1, {}, choices)
+        train("deepseek_v32", 1, {}, decisions)
 
 
 def stop_in_step_2(options: dict[str, Any]) -> None:

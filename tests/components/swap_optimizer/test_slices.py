@@ -24,27 +24,27 @@ def group(sizes: list[int], **options: Any) -> dict[str, Any]:
 @given(SIZES, SIZES, st.booleans(), st.booleans())
 def test_every_element_is_in_one_slice(first: list[int], second: list[int], fused: bool, amsgrad: bool) -> None:
     groups = [group(first, fused=fused, amsgrad=amsgrad), group(second)]
-    bundles = plan(groups, MIB, 1.0)
+    buckets = plan(groups, MIB, 1.0)
     covered: dict[torch.Tensor, int] = {}
-    for bundle in bundles:
+    for bucket in buckets:
         end = 0
-        for part in bundle.slices:
+        for part in bucket.slices:
             assert (part.begin, part.begin % 128) == (end, 0)
             end = part.end
             for segment in part.segments:
                 assert covered.get(segment.parameter, 0) == segment.begin < segment.end
-                assert part.begin + segment.offset == bundle.offsets[segment.parameter] + segment.begin
+                assert part.begin + segment.offset == bucket.offsets[segment.parameter] + segment.begin
                 covered[segment.parameter] = segment.end
-                assert segment.parameter in set(groups[bundle.group]["params"])
-        assert end == bundle.numel
+                assert segment.parameter in set(groups[bucket.group]["params"])
+        assert end == bucket.numel
     assert covered == {p: p.numel() for g in groups for p in g["params"]}
 
 
 @given(SIZES, st.booleans(), st.booleans(), st.integers(1, 4))
 def test_slices_and_temporaries_fit_the_budget(sizes: list[int], fused: bool, amsgrad: bool, mib: int) -> None:
     """Temporaries: a step count per parameter, rounded up, for fused; else three of the slice's size."""
-    for bundle in plan([group(sizes, fused=fused, amsgrad=amsgrad)], mib * MIB, 1.0):
-        for part in bundle.slices:
+    for bucket in plan([group(sizes, fused=fused, amsgrad=amsgrad)], mib * MIB, 1.0):
+        for part in bucket.slices:
             of_one = (part.end - part.begin) * 4
             beside = 512 + 4 * len(part.segments) if fused else 3 * of_one
             assert BUFFERS * (3 if amsgrad else 2) * of_one + beside <= BUFFERS * mib * MIB
@@ -63,26 +63,26 @@ def test_a_full_slice_of_the_smallest_parameters_fits(dtype: torch.dtype, option
 
 
 def test_a_large_parameter_has_equal_slices_and_small_ones_a_common_slice() -> None:
-    bundles = plan([group([100, 1_000_000, 100, 100])], MIB, 1.0)
-    assert [len(bundle.offsets) for bundle in bundles] == [3, 1]
-    assert [part.end - part.begin for part in bundles[1].slices] == [125_056] * 7 + [124_672]
-    assert bundles[1].slices[-1].segments[0].end == 1_000_000  # the rest is rounding
+    buckets = plan([group([100, 1_000_000, 100, 100])], MIB, 1.0)
+    assert [len(bucket.offsets) for bucket in buckets] == [3, 1]
+    assert [part.end - part.begin for part in buckets[1].slices] == [125_056] * 7 + [124_672]
+    assert buckets[1].slices[-1].segments[0].end == 1_000_000  # the rest is rounding
 
 
 @pytest.mark.parametrize(
     ("fraction", "swapped"), [(1.0, {500, 300, 200}), (0.5, {500}), (0.7, {500, 200}), (0.1, set())]
 )
 def test_fraction_takes_the_largest_that_fit(fraction: float, swapped: set[int]) -> None:
-    bundles = plan([group([300, 500, 200])], MIB, fraction)
-    assert {p.numel() for bundle in bundles for p in bundle.offsets} == swapped
+    buckets = plan([group([300, 500, 200])], MIB, fraction)
+    assert {p.numel() for bucket in buckets for p in bucket.offsets} == swapped
 
 
 def test_frozen_parameters_and_other_dtypes() -> None:
     given = group([300, 500])
     given["params"][0].requires_grad_(False)
     given["params"].append(torch.nn.Parameter(torch.empty(70, device="meta", dtype=torch.bfloat16)))
-    bundles = plan([given], MIB, 1.0)
-    assert [(b.dtype, b.numel, b.state_bytes) for b in bundles] == [
+    buckets = plan([given], MIB, 1.0)
+    assert [(b.dtype, b.numel, b.state_bytes) for b in buckets] == [
         (torch.float32, 512, 2048),
         (torch.bfloat16, 128, 256),
     ]

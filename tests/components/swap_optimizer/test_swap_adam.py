@@ -142,7 +142,7 @@ def test_an_update_that_raises() -> None:
 
 
 def test_a_parameter_whose_first_gradient_comes_late() -> None:
-    """It starts from zero states, in a bundle with parameters that have been updated."""
+    """It starts from zero states, in a bucket with parameters that have been updated."""
     parameters, copies = ([torch.nn.Parameter(torch.ones(40)) for _ in range(2)] for _ in range(2))
     ours, theirs = SwapAdamW(parameters, fused=True), torch.optim.AdamW(copies, fused=True)
     for number in range(4):

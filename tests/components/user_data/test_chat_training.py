@@ -116,7 +116,7 @@ def losses_of_conversations(model: str) -> list[tuple[float, float]]:
             packed = losses(dict(inputs), labels)
             for row, (ends,) in enumerate(inputs[DOCUMENT_ENDS].split(1)):
                 first = 0
-                for end in Documents.of_last_tokens(ends[None]).of_keys.integers:
+                for end in Documents.from_last_tokens(ends[None]).cu_seqlens_k.integers:
                     place = (slice(row, row + 1), slice(first, end))
                     if (labels[place] != IGNORE_INDEX).any():
                         alone = losses({name: value[place] for name, value in inputs.items()}, labels[place])

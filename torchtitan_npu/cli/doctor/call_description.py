@@ -34,7 +34,7 @@ class TensorDescription:
     """Empty for a contiguous tensor, "transposed" in the last two dimensions, or "strided" in another way."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorDescription:
+    def from_tensor(cls, tensor: Tensor) -> TensorDescription:
         if tensor.is_contiguous():
             memory = ""
         else:
@@ -85,7 +85,7 @@ def apply(described: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any
 
 def _describe(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return str(TensorDescription.of(value))
+        return str(TensorDescription.from_tensor(value))
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, list | tuple):

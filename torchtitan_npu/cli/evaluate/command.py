@@ -103,14 +103,14 @@ def measure(args: argparse.Namespace, config: Any, text: str) -> dict[str, Any]:
         config.model.converters = []
         with Progress(f"evaluate: loading {args.checkpoint}"):
             model = load_model(config, args.checkpoint)
-        eager = Perplexity.of(model, tokens_of(model, text, args.text), args.batch)
+        eager = Perplexity.from_model(model, tokens_of(model, text, args.text), args.batch)
         results["perplexity"] = {"no converters": row_of(eager)}
         config.model.converters = [name for name in args.converters.split(",") if name]
         del model  # its memory is needed
     with Progress(f"evaluate: loading {args.checkpoint}"):
         model = load_model(config, args.checkpoint)
     if args.text:
-        found = Perplexity.of(model, tokens_of(model, text, args.text), args.batch)
+        found = Perplexity.from_model(model, tokens_of(model, text, args.text), args.batch)
         row = row_of(found)
         if eager is not None:
             row[DIFFERENCE] = (found.log_probabilities - eager.log_probabilities).abs().max().item()

@@ -67,7 +67,7 @@ class Perplexity(NamedTuple):
     log_probabilities: Tensor
 
     @classmethod
-    def of(cls, model: InferenceModel, tokens: list[int], batch: int) -> Perplexity:
+    def from_model(cls, model: InferenceModel, tokens: list[int], batch: int) -> Perplexity:
         scores = score(model, list(windows(tokens, model.longest)), batch)
         joined = torch.cat([one.log_probabilities for one in scores])
         return cls(len(joined), joined)

@@ -16,7 +16,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.documents import Documents, Ends
+from torchtitan_npu.layers.documents import CuSeqlens, Documents
 from torchtitan_npu.models.deepseek_v32.attention import Attention as SparseAttention
 from torchtitan_npu.models.deepseek_v32.attention import LocalKV
 
@@ -50,11 +50,11 @@ class CachedTokens:
         self.mask = (same & (place[start:].unsqueeze(1) >= place)).unsqueeze(1)
         if not self.is_padded:
             return None
-        of_queries, of_keys = [], []
+        cu_seqlens_q, cu_seqlens_k = [], []
         for row, blanks in enumerate(padding):
-            of_queries += [row * queries + max(0, blanks - start), (row + 1) * queries]
-            of_keys += [row * keys + blanks, (row + 1) * keys]
-        return Documents(Ends.of(of_queries, device), Ends.of(of_keys, device))
+            cu_seqlens_q += [row * queries + max(0, blanks - start), (row + 1) * queries]
+            cu_seqlens_k += [row * keys + blanks, (row + 1) * keys]
+        return Documents(CuSeqlens.from_integers(cu_seqlens_q, device), CuSeqlens.from_integers(cu_seqlens_k, device))
 
 
 class Cache:

@@ -67,7 +67,7 @@ class Limits:
     train: float
 
     @classmethod
-    def of(cls, comm: Comm) -> Limits:
+    def from_config(cls, comm: Comm) -> Limits:
         return cls(comm.init_timeout_seconds + TRACE_S, comm.train_timeout_seconds + TRACE_S)
 
     def of_call(self, phase: str, others_wait: bool) -> float:
@@ -374,7 +374,7 @@ def _logging_stopped() -> Iterator[None]:
 
 def start_monitor(comm: Comm) -> RankMonitor | None:
     """Return the monitor of this rank, or ``None`` if there is no store of torchrun that outlives the ranks."""
-    limits, variables = Limits.of(comm), os.environ
+    limits, variables = Limits.from_config(comm), os.environ
     if comm.mode != "default":  # a job without communication
         return None
     world_size = int(variables.get("WORLD_SIZE", "1"))

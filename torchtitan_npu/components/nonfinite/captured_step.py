@@ -29,7 +29,7 @@ def set_random_states(states: dict[str, Tensor]) -> None:
 
 
 @dataclass
-class KeptStep:
+class CapturedStep:
     """The inputs of one step, and the losses that it has computed."""
 
     random: dict[str, Tensor] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class KeptStep:
         path.write_bytes(buffer.getvalue())
 
     @classmethod
-    def load(cls, path: Path) -> KeptStep:
+    def load(cls, path: Path) -> CapturedStep:
         """Return the step that :meth:`save` has written."""
         contents = torch.load(path, weights_only=True)
         batches = [(batch["inputs"], batch["labels"]) for batch in contents["microbatches"]]

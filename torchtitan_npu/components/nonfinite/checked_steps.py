@@ -19,7 +19,7 @@ from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan_npu.components.expert_balance import reset_token_counts
-from torchtitan_npu.components.nonfinite.captured_step import Batch, KeptStep, random_states, set_random_states
+from torchtitan_npu.components.nonfinite.captured_step import Batch, CapturedStep, random_states, set_random_states
 from torchtitan_npu.components.nonfinite.first_module import Finding, ModuleWatch
 from torchtitan_npu.dist_utils import gather, local, new_file_group
 from torchtitan_npu.errors import EXIT_NONFINITE, UsageError
@@ -52,14 +52,14 @@ class CheckedSteps:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.limit = trainer.job_config.training.max_nonfinite_steps
-        self.kept = KeptStep()
+        self.kept = CapturedStep()
         self.in_a_row = 0
         self.skipped = 0
         """Skipped steps since the start of training. Checkpoints have it."""
 
     def start(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Start a step, and return ``batches``, of which it keeps those that are read."""
-        self.kept = KeptStep()
+        self.kept = CapturedStep()
         return self.kept.keep(batches) if self.limit else batches
 
     def start_batch(self) -> None:
@@ -138,7 +138,7 @@ class CheckedSteps:
         )
 
     def run_again(self) -> Finding | None:
-        """Run the forward and backward passes of the kept step again, and return the first finding of this rank."""
+        """Run the forward and backward passes of the captured step again, and return the first finding of this rank."""
         trainer, kept = self.trainer, self.kept
         parts: dict[int, nn.Module] = trainer.parts_by_stage()
         watch = ModuleWatch(dist.get_rank())

@@ -1,1 +1,1 @@
-"""Record the discrete choices of a model, experts and keys, and train with recorded ones."""
+"""Record the discrete decisions of a model, experts and keys, and train with recorded ones."""

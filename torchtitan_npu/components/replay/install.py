@@ -1,4 +1,4 @@
-"""Add the recording or replaying of choices to a model, and start the job's session."""
+"""Add the recording or replaying of decisions to a model, and start the job's session."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torchtitan_npu.components.replay.recorder import Recorder
 from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.components.replay.session import Session, job_header, layers_of
 from torchtitan_npu.config.job_config import JobConfig, replay_options
-from torchtitan_npu.converters.base import replace_modules, with_forward
+from torchtitan_npu.converters.base import replace_modules, swap_forward
 from torchtitan_npu.converters.gating import EPSILON, NpuRouter
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.routing_decisions import Choices, choices_of
+from torchtitan_npu.layers.routing_decisions import RoutingDecisions, routing_decisions_of
 from torchtitan_npu.titan_internals.hooks import limit_to_groups
 
 
-def install_choices(model: nn.Module, seq_len: int) -> None:
-    """Let the routers and indexers of ``model`` pass their choices through :class:`Choices`.
+def install_routing_decisions(model: nn.Module, seq_len: int) -> None:
+    """Let the routers and indexers of ``model`` pass their decisions through :class:`RoutingDecisions`.
 
     Called on a model or a pipeline stage after the converters, before it is parallelized, checkpointed or compiled.
     """
@@ -32,19 +32,19 @@ def install_choices(model: nn.Module, seq_len: int) -> None:
         if isinstance(module, TokenChoiceTopKRouter):
             routers[module] = _replay_router(fqn, module)
         elif getattr(module, "selects_keys", False):  # attention with an indexer
-            module.use_choices(Choices(KEYS, _layer(fqn), module.inner_attention.topk, seq_len))
+            module.use_routing_decisions(RoutingDecisions(KEYS, _layer(fqn), module.inner_attention.topk, seq_len))
     replace_modules(model, routers)
 
 
 def _replay_router(fqn: str, router: TokenChoiceTopKRouter) -> nn.Module:
     forward = type(router).forward
     if forward is NpuRouter.forward:
-        new: Any = with_forward(router, ReplayNpuRouter)
+        new: Any = swap_forward(router, ReplayNpuRouter)
     elif forward is TokenChoiceTopKRouter.forward:
-        new = with_forward(router, ReplayRouter)
+        new = swap_forward(router, ReplayRouter)
     else:
         raise UsageError(f"[replay] does not support {fqn}: {type(router).__name__} has its own forward")
-    new.choices = Choices(EXPERTS, _layer(fqn), router.top_k, router.num_experts)
+    new.decisions = RoutingDecisions(EXPERTS, _layer(fqn), router.top_k, router.num_experts)
     return new
 
 
@@ -54,9 +54,9 @@ def _layer(fqn: str) -> int:
 
 
 def header_of_model(job_config: JobConfig, model: Any) -> Any:
-    """Return the header of a record of ``model``, which has all its layers and gets :class:`Choices` here."""
-    install_choices(model, job_config.training.seq_len)
-    return job_header(job_config, model.model_args, layers_of(choices_of(model)))
+    """Return the header of a record of ``model``, which has all its layers and gets :class:`RoutingDecisions` here."""
+    install_routing_decisions(model, job_config.training.seq_len)
+    return job_header(job_config, model.model_args, layers_of(routing_decisions_of(model)))
 
 
 def start_session(
@@ -69,15 +69,15 @@ def start_session(
     for part in model_parts:
         for module in part.modules():
             if isinstance(module, MoE):  # set by distributed/moe_tensor_parallel.py
-                module.router.choices.token_mesh = getattr(module, "counts_mesh", None)
+                module.router.decisions.token_mesh = getattr(module, "counts_mesh", None)
     arguments = job_config, dims, model_parts, model_args, batches_per_step
     return Replayer(options.replay, *arguments) if options.replay else Recorder(options.record, *arguments)
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """TorchTitan's router, except that its selection passes through ``choices``."""
+    """TorchTitan's router, except that its selection passes through ``decisions``."""
 
-    choices: Choices
+    decisions: RoutingDecisions
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (tokens, top_k), experts (tokens, top_k) and tokens per expert, for ``x`` (tokens, dim)."""
@@ -87,23 +87,23 @@ class ReplayRouter(TokenChoiceTopKRouter):
             if self.num_expert_groups is not None:
                 order = limit_to_groups(self, order)
             own = torch.topk(order, k=self.top_k, dim=-1, sorted=False).indices
-        experts = self.choices(own)
+        experts = self.decisions(own)
         return weights(self, scores, experts), experts, count(self, experts)
 
 
 class ReplayNpuRouter(NpuRouter):
-    """:class:`NpuRouter`, except that its selection passes through ``choices``.
+    """:class:`NpuRouter`, except that its selection passes through ``decisions``.
 
     The operator weighs the experts that it selects itself. Its weights are used for the tokens whose experts are those
     of the record, in any order. Other tokens get theirs from TorchTitan's formula.
     """
 
-    choices: Choices
+    decisions: RoutingDecisions
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.gate(x).float()
         fused, own = self.select(logits, expert_bias)
-        experts = self.choices(own)
+        experts = self.decisions(own)
         is_same = experts.unsqueeze(2) == own.unsqueeze(1)  # (tokens, top_k, own top_k)
         in_order = torch.where(is_same, fused.unsqueeze(1), 0).sum(dim=2)
         agrees = is_same.any(dim=2).all(dim=1, keepdim=True)

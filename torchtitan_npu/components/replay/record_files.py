@@ -1,4 +1,4 @@
-"""The files of a record: a header, and for each step and rank two arrays of choices with an index.
+"""The files of a record: a header, and for each step and rank two arrays of decisions with an index.
 
 docs/how-to/replay.md describes the format. The arrays are ``.npy`` files, which are read through a memory map.
 """
@@ -46,21 +46,21 @@ def header_of(model: Mapping[str, Any], seq_len: int, layers: Mapping[str, Mappi
     Args:
         model: name and sizes of the model
         seq_len: tokens of a sequence
-        layers: for each kind of choice, (number of choices, out of how many) by layer
+        layers: for each kind of choice, (number of decisions, out of how many) by layer
     """
-    choices = {}
+    decisions = {}
     for kind, sizes in layers.items():
         if not sizes:
             continue
         if len(set(sizes.values())) > 1:
             raise UsageError(f"[replay] needs layers that all choose as many {kind}; they choose {sizes}")
         ((top_k, out_of),) = set(sizes.values())
-        choices[kind] = {"layers": sorted(sizes), "top_k": top_k, "out_of": out_of}
-    return {"version": VERSION, "model": dict(model), "seq_len": seq_len, "choices": choices}
+        decisions[kind] = {"layers": sorted(sizes), "top_k": top_k, "out_of": out_of}
+    return {"version": VERSION, "model": dict(model), "seq_len": seq_len, "choices": decisions}
 
 
 def width(kind_header: Any) -> int:
-    """Return the number of choices of a token in the arrays. A query has no more keys than the sequence has."""
+    """Return the number of decisions of a token in the arrays. A query has no more keys than the sequence has."""
     return min(kind_header["top_k"], kind_header["out_of"])
 
 
@@ -128,7 +128,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class KindOfRank:
-    """The choices of one kind that a rank writes: of these layers, and of the tokens at these positions."""
+    """The decisions of one kind that a rank writes: of these layers, and of the tokens at these positions."""
 
     layers: Sequence[int]
     positions: np.ndarray
@@ -138,7 +138,7 @@ class KindOfRank:
 
 
 class StepWriter:
-    """Write the choices of one rank in one step. Only one layer's choices are in memory at a time.
+    """Write the decisions of one rank in one step. Only one layer's decisions are in memory at a time.
 
     ``ranks`` is the number of ranks that write the step.
     """
@@ -179,7 +179,7 @@ class StepWriter:
 
 
 class StepReader:
-    """Find the choices of one step in the files of all ranks that recorded it, those of ``rank`` first."""
+    """Find the decisions of one step in the files of all ranks that recorded it, those of ``rank`` first."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -190,12 +190,12 @@ class StepReader:
             raise UsageError(f"{folder} is incomplete: no rank has written its index")
         ranks = next(self._all_shards()).ranks
         if len(self._paths) < ranks:
-            raise UsageError(f"{folder} is incomplete: it has the choices of {len(self._paths)} of {ranks} ranks")
+            raise UsageError(f"{folder} is incomplete: it has the decisions of {len(self._paths)} of {ranks} ranks")
 
     def read(
         self, kind: str, layer: int, sequences: Sequence[tuple[str, int]], positions: np.ndarray, width: int
     ) -> np.ndarray:
-        """Return the choices (sequences, positions, width) of a layer.
+        """Return the decisions (sequences, positions, width) of a layer.
 
         A sequence is its hash, and how often this rank has met it before in this step.
         """
@@ -209,7 +209,7 @@ class StepReader:
         raise UsageError(self._reason(kind, layer, sequences[row][0], int(positions[token])))
 
     def file_of(self, kind: str, layer: int, sequence: str, position: int) -> Path:
-        """Return the first file with these choices, which :meth:`read` has returned."""
+        """Return the first file with these decisions, which :meth:`read` has returned."""
         return next(
             shard.array_path(kind) for shard in self._all_shards() if shard.has(kind, layer, sequence, position)
         )

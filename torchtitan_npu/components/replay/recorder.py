@@ -1,4 +1,4 @@
-"""Record the choices of a job."""
+"""Record the decisions of a job."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchtitan_npu.components.replay.record_files import (
 from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
 from torchtitan_npu.dist_utils import gather, new_file_group
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.routing_decisions import Choices
+from torchtitan_npu.layers.routing_decisions import RoutingDecisions
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 
 class Recorder(Session):
-    """Write the choices of every training step. They are not kept in memory."""
+    """Write the decisions of every training step. They are not kept in memory."""
 
     writer: StepWriter | None = None
     is_recording = False
@@ -42,8 +42,8 @@ class Recorder(Session):
         problems = gather(self._prepare_folder() if self.rank == 0 else "", group)
         if problems[0]:
             raise UsageError(f"replay.record {self.folder}: {problems[0]}")
-        self.ranks = sum(gather(any(map(self.owns, self.choices)), group))
-        log_on_first_rank(f"replay: the choices of each step are recorded in {self.folder}")
+        self.ranks = sum(gather(any(map(self.owns, self.decisions)), group))
+        log_on_first_rank(f"replay: the decisions of each step are recorded in {self.folder}")
 
     def _prepare_folder(self) -> str:
         """Write the header, and delete later steps of a job that this one continues. Return a problem, if any."""
@@ -71,30 +71,30 @@ class Recorder(Session):
             return
         if self.writer is None:
             kinds = {kind: part for kind in KINDS if (part := self._kind(kind)) is not None}
-            if not kinds:  # a tensor-parallel rank whose choices another one records, or a stage without choices
+            if not kinds:  # a tensor-parallel rank whose decisions another one records, or a stage without decisions
                 return
             rows = len(tokens) * self.batches_per_step
             self.writer = StepWriter(step_folder(self.folder, self.step), self.rank, self.ranks, rows, kinds)
         self.writer.sequences += [name for name, _ in self.sequences]
 
     def _kind(self, kind: str) -> KindOfRank | None:
-        own = [choices for choices in self.choices if choices.kind == kind and self.owns(choices)]
+        own = [decisions for decisions in self.decisions if decisions.kind == kind and self.owns(decisions)]
         if not own:
             return None
         header = self.header["choices"][kind]
-        layers = [choices.layer for choices in own]
+        layers = [decisions.layer for decisions in own]
         return KindOfRank(layers, self.positions_of(own[0]), width(header), dtype(kind, header["out_of"]))
 
-    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor:
-        if self.writer is not None and self.owns(choices) and not in_backward_pass():
-            positions = self.positions_of(choices)
+    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor:
+        if self.writer is not None and self.owns(decisions) and not in_backward_pass():
+            positions = self.positions_of(decisions)
             values = by_sequence(own, len(positions))
             if places is not None:
                 values = shifted_keys(values, torch.as_tensor(positions, device=places.device) - places)
-            part = self.writer.kinds[choices.kind]
+            part = self.writer.kinds[decisions.kind]
             first = self.first_row + self.rows(len(values)).start
             narrow = values[..., : part.width].cpu().numpy().astype(part.dtype)
-            self.writer.write(choices.kind, choices.layer, first, narrow)
+            self.writer.write(decisions.kind, decisions.layer, first, narrow)
         return own.clone()
 
     def end_step(self) -> None:

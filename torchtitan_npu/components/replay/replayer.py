@@ -1,4 +1,4 @@
-"""Train with recorded choices."""
+"""Train with recorded decisions."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from torchtitan_npu.components.replay.record_files import (
 )
 from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
 from torchtitan_npu.errors import UsageError, shown
-from torchtitan_npu.layers.routing_decisions import Choices
+from torchtitan_npu.layers.routing_decisions import RoutingDecisions
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 SORTED_AT_ONCE = 2**23
-"""Choices that are compared at once: their sorting takes about 32 bytes for each."""
+"""RoutingDecisions that are compared at once: their sorting takes about 32 bytes for each."""
 
 
 class Replayer(Session):
-    """Replace the choices of every training step by recorded ones, and count how many the layers would flip."""
+    """Replace the decisions of every training step by recorded ones, and count how many the layers would flip."""
 
     reader: StepReader
     counted: dict[str, Tensor]
-    """For each kind (2, layers): the choices that a layer would not have made, and all, since the last metrics."""
+    """For each kind (2, layers): the decisions that a layer would not have made, and all, since the last metrics."""
     _last: tuple[Any, Tensor] | None = None
 
     def start(self) -> None:
@@ -50,7 +50,7 @@ class Replayer(Session):
                 has = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
                 raise UsageError(f"{self.folder} has no step {missing[0]}; it has {has}")
         self.reset_counts()
-        log_on_first_rank(f"replay: the choices of each step are those of {self.folder}")
+        log_on_first_rank(f"replay: the decisions of each step are those of {self.folder}")
 
     def reset_counts(self) -> None:
         kinds = self.header["choices"].items()
@@ -69,48 +69,48 @@ class Replayer(Session):
     def replays_now(self) -> bool:
         return self.runs_now
 
-    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor:
-        tokens = len(self.positions_of(choices))
+    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor:
+        tokens = len(self.positions_of(decisions))
         values = by_sequence(own, tokens)
-        recorded = self._read(choices, len(values), own.device)
+        recorded = self._read(decisions, len(values), own.device)
         chosen = recorded
         if places is not None:
-            offset = self._positions(choices, own.device) - places
+            offset = self._positions(decisions, own.device) - places
             chosen, values = shifted_keys(recorded, -offset), shifted_keys(values, offset)
-        if self.owns(choices) and not in_backward_pass():
-            self._count(choices, values, recorded)
+        if self.owns(decisions) and not in_backward_pass():
+            self._count(decisions, values, recorded)
         return chosen.reshape(own.shape).to(own.dtype)
 
-    def recorded(self, choices: Choices, places: Tensor) -> Tensor:
-        keys = self._read(choices, len(places), places.device)
-        return shifted_keys(keys, places - self._positions(choices, places.device)).unsqueeze(2)
+    def recorded(self, decisions: RoutingDecisions, places: Tensor) -> Tensor:
+        keys = self._read(decisions, len(places), places.device)
+        return shifted_keys(keys, places - self._positions(decisions, places.device)).unsqueeze(2)
 
-    def _positions(self, choices: Choices, device: torch.device) -> Tensor:
-        return torch.as_tensor(self.positions_of(choices), device=device)
+    def _positions(self, decisions: RoutingDecisions, device: torch.device) -> Tensor:
+        return torch.as_tensor(self.positions_of(decisions), device=device)
 
-    def _read(self, choices: Choices, rows: int, device: torch.device) -> Tensor:
-        """Return the recorded choices of the current microbatch, int32 (rows, tokens, top_k); keys are positions."""
+    def _read(self, decisions: RoutingDecisions, rows: int, device: torch.device) -> Tensor:
+        """Return the recorded decisions of the current microbatch, int32 (rows, tokens, top_k); keys are positions."""
         part = self.rows(rows)
-        wanted = (choices.kind, choices.layer, self.first_row + part.start)
+        wanted = (decisions.kind, decisions.layer, self.first_row + part.start)
         if self._last is None or self._last[0] != wanted:  # attention asks twice
-            positions = self.positions_of(choices)
-            header = self.header["choices"][choices.kind]
+            positions = self.positions_of(decisions)
+            header = self.header["choices"][decisions.kind]
             sequences = self.sequences[part]
             with naming_the_option():
-                values = self.reader.read(choices.kind, choices.layer, sequences, positions, width(header))
+                values = self.reader.read(decisions.kind, decisions.layer, sequences, positions, width(header))
                 if not in_backward_pass():
-                    self._check(choices, values, part, positions)
-            padded = F.pad(torch.from_numpy(values), (0, choices.top_k - values.shape[2]), value=NONE)
+                    self._check(decisions, values, part, positions)
+            padded = F.pad(torch.from_numpy(values), (0, decisions.top_k - values.shape[2]), value=NONE)
             self._last = wanted, padded.to(device)
         return self._last[1]
 
-    def _check(self, choices: Choices, values: np.ndarray, part: slice, positions: np.ndarray) -> None:
+    def _check(self, decisions: RoutingDecisions, values: np.ndarray, part: slice, positions: np.ndarray) -> None:
         """Raise if a choice is not possible: it would train a wrong model.
 
         ``values`` (sequences, tokens, width) are those of ``part`` of the batch, at ``positions`` of each sequence.
         """
-        if choices.kind == EXPERTS:
-            problem = problem_of_experts(values, choices.out_of)
+        if decisions.kind == EXPERTS:
+            problem = problem_of_experts(values, decisions.out_of)
         else:
             problem = problem_of_keys(values, positions, self.first_keys[part][:, positions])
         if problem is None:
@@ -118,27 +118,27 @@ class Replayer(Session):
         what, (row, token) = problem
         name, position = self.sequences[part][row][0], int(positions[token])
         raise UsageError(
-            f"{self.reader.file_of(choices.kind, choices.layer, name, position)}: the {choices.kind} "
-            f"{shown(values[row, token].tolist())} of layer {choices.layer} at position {position} of sequence {name} "
-            f"{what}"
+            f"{self.reader.file_of(decisions.kind, decisions.layer, name, position)}: the {decisions.kind} "
+            f"{shown(values[row, token].tolist())} of layer {decisions.layer} at position {position} of sequence "
+            f"{name} {what}"
         )
 
-    def _count(self, choices: Choices, own: Tensor, recorded: Tensor) -> None:
-        at = self.header["choices"][choices.kind]["layers"].index(choices.layer)
+    def _count(self, decisions: RoutingDecisions, own: Tensor, recorded: Tensor) -> None:
+        at = self.header["choices"][decisions.kind]["layers"].index(decisions.layer)
         parts = (values.flatten(0, 1).split(max(1, SORTED_AT_ONCE // values.shape[-1])) for values in (own, recorded))
         for ours, theirs in zip(*parts, strict=True):
-            self.counted[choices.kind][:, at] += torch.stack([count_absent(theirs, ours), (theirs >= 0).sum()])
+            self.counted[decisions.kind][:, at] += torch.stack([count_absent(theirs, ours), (theirs >= 0).sum()])
 
     def metrics(self) -> dict[str, int]:
-        """Return the number of flipped choices since the last call, of all layers and of each. Collective."""
+        """Return the number of flipped decisions since the last call, of all layers and of each. Collective."""
         found: dict[str, int] = {}
         for kind, counted in self.counted.items():
             layers = self.header["choices"][kind]["layers"]
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(counted)
-            flipped, all_choices = counted.tolist()
+            flipped, all_decisions = counted.tolist()
             found[f"replay/flipped_{kind}"] = sum(flipped)
-            found[f"replay/{kind}"] = sum(all_choices)
+            found[f"replay/{kind}"] = sum(all_decisions)
             found |= {f"replay/flipped_{kind}/layer_{n}": number for n, number in zip(layers, flipped, strict=True)}
         self.reset_counts()
         return found
@@ -149,7 +149,7 @@ Problem = tuple[str, tuple[int, int]] | None
 
 
 def problem_of_experts(experts: np.ndarray, number: int) -> Problem:
-    """Return why ``experts`` (sequences, tokens, top_k) are not possible choices out of ``number``, or ``None``."""
+    """Return why ``experts`` (sequences, tokens, top_k) are not possible decisions out of ``number``, or ``None``."""
     return first_problem(
         {
             f"are not all from 0 to {number - 1}": ((experts < 0) | (experts >= number)).any(axis=-1),
@@ -185,9 +185,9 @@ def first_problem(problems: dict[str, Any]) -> Problem:
     return None
 
 
-def has_duplicates(choices: np.ndarray) -> Any:
-    """Return whether a token (sequences, tokens) has a choice twice. Negative numbers are no choices."""
-    ordered = np.sort(choices, axis=-1)
+def has_duplicates(decisions: np.ndarray) -> Any:
+    """Return whether a token (sequences, tokens) has a choice twice. Negative numbers are no decisions."""
+    ordered = np.sort(decisions, axis=-1)
     return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(axis=-1)
 
 
@@ -199,11 +199,11 @@ def flip_summary(metrics: dict[str, int]) -> str:
     )
 
 
-def count_absent(choices: Tensor, among: Tensor) -> Tensor:
-    """Return how many of ``choices`` (tokens, top_k) are not ``among`` (tokens, top_k) of the same token.
+def count_absent(decisions: Tensor, among: Tensor) -> Tensor:
+    """Return how many of ``decisions`` (tokens, top_k) are not ``among`` (tokens, top_k) of the same token.
 
-    Negative numbers are no choices. The choices of a token differ from each other.
+    Negative numbers are no decisions. The decisions of a token differ from each other.
     """
-    ordered = torch.cat([choices, among.to(choices.dtype)], dim=-1).sort(dim=-1).values
+    ordered = torch.cat([decisions, among.to(decisions.dtype)], dim=-1).sort(dim=-1).values
     common = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    return (choices >= 0).sum() - common.sum()
+    return (decisions >= 0).sum() - common.sum()

@@ -1,4 +1,4 @@
-"""The session of a job: which batch runs now, and what to do with the choices of a layer."""
+"""The session of a job: which batch runs now, and what to do with the decisions of a layer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torchtitan_npu.components.replay.record_files import KINDS, header_of, sequ
 from torchtitan_npu.config.job_config import JobConfig, dsa_options
 from torchtitan_npu.dist_utils import gather
 from torchtitan_npu.layers.documents import positions_in_documents
-from torchtitan_npu.layers.routing_decisions import Choices, choices_of
+from torchtitan_npu.layers.routing_decisions import RoutingDecisions, routing_decisions_of
 
 
 class Session:
     """The base of :class:`Recorder` and :class:`Replayer`: the sequences and tokens of the batch that runs.
 
-    The choices of a layer belong to the current microbatch, in the forward pass and in its recomputation. A pipeline
+    The decisions of a layer belong to the current microbatch, in the forward pass and in its recomputation. A pipeline
     stage names it (:meth:`running`), otherwise a batch is one microbatch.
     """
 
@@ -43,9 +43,9 @@ class Session:
         self.model_args = model_args
         self.batches_per_step = batches_per_step
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.choices = [choices for part in model_parts for choices in choices_of(part)]
-        for choices in self.choices:
-            choices.session = self
+        self.decisions = [decisions for part in model_parts for decisions in routing_decisions_of(part)]
+        for decisions in self.decisions:
+            decisions.session = self
         self.header: Any = None
         self.step = 0
         self.sequences: list[tuple[str, int]] = []
@@ -68,7 +68,7 @@ class Session:
         self.sequences = []
         self.occurrences.clear()
         if self.header is None:
-            stages = gather(layers_of(self.choices), None)
+            stages = gather(layers_of(self.decisions), None)
             layers = {kind: {n: sizes for stage in stages for n, sizes in stage[kind].items()} for kind in KINDS}
             self.header = job_header(self.job_config, self.model_args, layers)
             self.start()
@@ -121,30 +121,30 @@ class Session:
 
     @property
     def replays_now(self) -> bool:
-        """True if the choices of the current batch are those of a record."""
+        """True if the decisions of the current batch are those of a record."""
         return False
 
-    def choose(self, choices: Choices, own: Tensor, places: Tensor | None) -> Tensor:
-        """Return the choices to use in place of ``own``: see :meth:`Choices.forward`."""
+    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor:
+        """Return the decisions to use in place of ``own``: see :meth:`RoutingDecisions.forward`."""
         raise NotImplementedError
 
-    def recorded(self, choices: Choices, places: Tensor) -> Tensor:
-        """Return the recorded keys of the current microbatch: see :meth:`Choices.recorded_keys`."""
+    def recorded(self, decisions: RoutingDecisions, places: Tensor) -> Tensor:
+        """Return the recorded keys of the current microbatch: see :meth:`RoutingDecisions.recorded_keys`."""
         raise NotImplementedError
 
-    def positions_of(self, choices: Choices) -> np.ndarray:
-        """Return the positions of the tokens for which this rank has the ``choices``."""
-        mesh = choices.token_mesh
+    def positions_of(self, decisions: RoutingDecisions) -> np.ndarray:
+        """Return the positions of the tokens for which this rank has the ``decisions``."""
+        mesh = decisions.token_mesh
         return self.positions if mesh is None else np.array_split(self.positions, mesh.size())[mesh.get_local_rank()]
 
-    def owns(self, choices: Choices) -> bool:
-        """Return whether this rank is the one that records or compares its ``choices``.
+    def owns(self, decisions: RoutingDecisions) -> bool:
+        """Return whether this rank is the one that records or compares its ``decisions``.
 
-        Tensor-parallel ranks with the same tokens make the same choices.
+        Tensor-parallel ranks with the same tokens make the same decisions.
         """
         tensor_parallel = self.dims.get_optional_mesh("tp")
         is_first = tensor_parallel is None or tensor_parallel.get_local_rank() == 0
-        return is_first or choices.token_mesh is not None
+        return is_first or decisions.token_mesh is not None
 
     def rows(self, microbatch_rows: int) -> slice:
         """Return the sequences of the current microbatch, among those of the batch."""
@@ -154,11 +154,11 @@ class Session:
 
 
 Layers = dict[str, dict[int, tuple[int, int]]]
-"""For each kind of choice, (number of choices, out of how many) by layer."""
+"""For each kind of choice, (number of decisions, out of how many) by layer."""
 
 
-def layers_of(choices: Sequence[Choices]) -> Layers:
-    return {kind: {each.layer: (each.top_k, each.out_of) for each in choices if each.kind == kind} for kind in KINDS}
+def layers_of(decisions: Sequence[RoutingDecisions]) -> Layers:
+    return {kind: {each.layer: (each.top_k, each.out_of) for each in decisions if each.kind == kind} for kind in KINDS}
 
 
 def job_header(job_config: JobConfig, model_args: Any, layers: Layers) -> Any:
@@ -169,7 +169,7 @@ def job_header(job_config: JobConfig, model_args: Any, layers: Layers) -> Any:
 
 
 def by_sequence(values: Tensor, tokens: int) -> Tensor:
-    """Return choices with the shape (sequences, tokens, top_k)."""
+    """Return decisions with the shape (sequences, tokens, top_k)."""
     return values.reshape(-1, tokens, values.shape[-1])
 
 

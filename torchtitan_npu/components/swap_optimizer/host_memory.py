@@ -117,8 +117,8 @@ def _node_cpus(device: torch.device) -> set[int]:
     if not node.exists() or int(node.read_text()) < 0:
         return set()
     cpus = Path(f"/sys/devices/system/node/node{int(node.read_text())}/cpulist").read_text()
-    spans = [span.split("-") for span in cpus.strip().split(",") if span]
-    return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+    ranges = [span.split("-") for span in cpus.strip().split(",") if span]
+    return {cpu for span in ranges for cpu in range(int(span[0]), int(span[-1]) + 1)}
 
 
 def link_bandwidth(device: torch.device, size: int = 32 << 20, repeats: int = 5) -> float:

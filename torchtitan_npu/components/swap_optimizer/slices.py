@@ -1,7 +1,7 @@
 """Select the parameters to swap, and cut their optimizer states into slices.
 
-A *bundle* is contiguous in host memory: one large parameter, or several small ones of one group and dtype, so that a
-slice takes one copy per state and not one per parameter. A *slice* is a part of a large bundle, or a small bundle.
+A *bucket* is contiguous in host memory: one large parameter, or several small ones of one group and dtype, so that a
+slice takes one copy per state and not one per parameter. A *slice* is a part of a large bucket, or a small bucket.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """Elements ``begin`` to ``end`` of a bundle."""
+    """Elements ``begin`` to ``end`` of a bucket."""
 
     begin: int
     end: int
@@ -45,7 +45,7 @@ class Slice:
 
 
 @dataclass(eq=False)
-class Bundle:
+class Bucket:
     """Parameters of one group and dtype whose states are contiguous in host memory, and their slices."""
 
     group: int
@@ -57,7 +57,7 @@ class Bundle:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state of the bundle."""
+        """Bytes of one state of the bucket."""
         return self.numel * self.dtype.itemsize
 
     def add(self, parameter: torch.Tensor) -> None:
@@ -78,35 +78,35 @@ def state_names(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
 
 
-def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) -> list[Bundle]:
-    """Return the bundles of the parameters to swap, cut into slices of at most ``slice_bytes``.
+def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) -> list[Bucket]:
+    """Return the buckets of the parameters to swap, cut into slices of at most ``slice_bytes``.
 
     At most ``fraction`` of the states' bytes are swapped, the largest parameters first. Frozen parameters have no
     states.
     """
     chosen = _largest(param_groups, fraction)
-    bundles: list[Bundle] = []
+    buckets: list[Bucket] = []
     for index, group in enumerate(param_groups):
         names = state_names(group)
-        collecting: dict[torch.dtype, Bundle] = {}
+        collecting: dict[torch.dtype, Bucket] = {}
         for parameter in group["params"]:
             if parameter not in chosen:
                 continue
             size = _round_up(local_shard_no_grad(parameter).numel())
             limit = _slice_numel(group, parameter.dtype, slice_bytes)
-            bundle = collecting.get(parameter.dtype)
-            if bundle is None or size > limit or bundle.numel + size > limit:
-                bundle = Bundle(index, parameter.dtype, names)
-                bundles.append(bundle)
+            bucket = collecting.get(parameter.dtype)
+            if bucket is None or size > limit or bucket.numel + size > limit:
+                bucket = Bucket(index, parameter.dtype, names)
+                buckets.append(bucket)
                 if (
                     size <= limit
-                ):  # a larger parameter has a bundle of its own, and the open bundle of small ones stays open
-                    collecting[parameter.dtype] = bundle
-            bundle.add(parameter)
-    for bundle in bundles:
-        limit = _slice_numel(param_groups[bundle.group], bundle.dtype, slice_bytes)
-        bundle.slices.extend(_cut(bundle, limit))
-    return bundles
+                ):  # a larger parameter has a bucket of its own, and the open bucket of small ones stays open
+                    collecting[parameter.dtype] = bucket
+            bucket.add(parameter)
+    for bucket in buckets:
+        limit = _slice_numel(param_groups[bucket.group], bucket.dtype, slice_bytes)
+        bucket.slices.extend(_cut(bucket, limit))
+    return buckets
 
 
 def _largest(param_groups: list[dict[str, Any]], fraction: float) -> set[torch.Tensor]:
@@ -138,17 +138,17 @@ def _slice_numel(group: dict[str, Any], dtype: torch.dtype, slice_bytes: int) ->
     return rows * ALIGNMENT
 
 
-def _cut(bundle: Bundle, limit: int) -> Iterator[Slice]:
-    if len(bundle.offsets) > 1 or bundle.numel <= limit:
-        segments = [Segment(p, 0, local_shard_no_grad(p).numel(), offset) for p, offset in bundle.offsets.items()]
-        yield Slice(0, bundle.numel, segments)
+def _cut(bucket: Bucket, limit: int) -> Iterator[Slice]:
+    if len(bucket.offsets) > 1 or bucket.numel <= limit:
+        segments = [Segment(p, 0, local_shard_no_grad(p).numel(), offset) for p, offset in bucket.offsets.items()]
+        yield Slice(0, bucket.numel, segments)
         return
-    (parameter,) = bundle.offsets
+    (parameter,) = bucket.offsets
     size = _round_up(
-        -(-bundle.numel // -(-bundle.numel // limit))
+        -(-bucket.numel // -(-bucket.numel // limit))
     )  # equal slices: copying a short last one is inefficient
-    for begin in range(0, bundle.numel, size):
-        end = min(begin + size, bundle.numel)
+    for begin in range(0, bucket.numel, size):
+        end = min(begin + size, bucket.numel)
         yield Slice(begin, end, [Segment(parameter, begin, min(end, local_shard_no_grad(parameter).numel()), 0)])
 
 

@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 from torchtitan_npu.components.swap_optimizer import host_memory
 from torchtitan_npu.components.swap_optimizer.slices import (
     MIB,
-    Bundle,
+    Bucket,
     Segment,
     SlicePipeline,
     SliceUpdate,
@@ -117,20 +117,20 @@ class SwapStates(torch.optim.Adam):
             if any(group[option] for group in self.param_groups):
                 raise ValueError(f"states in host memory cannot be combined with {option}=True")
         self._step_supports_amp_scaling = False  # it keeps step counts on the device
-        self._bundles = plan(self.param_groups, slice_mib * MIB, fraction)
-        self._swapped = {parameter: bundle for bundle in self._bundles for parameter in bundle.offsets}
+        self._buckets = plan(self.param_groups, slice_mib * MIB, fraction)
+        self._swapped = {parameter: bucket for bucket in self._buckets for parameter in bucket.offsets}
         for parameter in self._swapped:
             if not local_shard_no_grad(parameter).is_contiguous():
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} cannot be sliced: it is not contiguous"
                 )
         self._device = next((local_shard_no_grad(p).device for p in self._swapped), torch.device("cpu"))
-        regions = iter(host_memory.allocate(host_regions(self._bundles), self._device, fraction))
-        # (numel of the bundle,) in its dtype, for each state of each bundle
-        self._host = {b: [next(regions).view(b.dtype) for _ in b.states] for b in self._bundles}
+        regions = iter(host_memory.allocate(host_regions(self._buckets), self._device, fraction))
+        # (numel of the bucket,) in its dtype, for each state of each bucket
+        self._host = {b: [next(regions).view(b.dtype) for _ in b.states] for b in self._buckets}
         self._counts: dict[torch.Tensor, int] = {}  # values of the states' ``step``, read without a tensor access
         self._pipeline = SlicePipeline(self._device)
-        self.host_bytes = sum(host_regions(self._bundles))
+        self.host_bytes = sum(host_regions(self._buckets))
         """Bytes of states in host memory."""
         self.swapped_bytes = 0
         """Bytes that the last step copied, in both directions together."""
@@ -145,11 +145,11 @@ class SwapStates(torch.optim.Adam):
         gradients = self._gradients()
         updates = [
             SliceUpdate(
-                [state[part.begin : part.end] for state in self._host[bundle]],
-                partial(self._update_slice, bundle.group, part.segments, gradients),
+                [state[part.begin : part.end] for state in self._host[bucket]],
+                partial(self._update_slice, bucket.group, part.segments, gradients),
             )
-            for bundle in self._bundles
-            for part in bundle.slices
+            for bucket in self._buckets
+            for part in bucket.slices
             if any(segment.parameter in gradients for segment in part.segments)
         ]
         self.swapped_bytes = sum(2 * tensor.nbytes for update in updates for tensor in update.tensors)
@@ -213,7 +213,7 @@ class SwapStates(torch.optim.Adam):
                 if parameter.grad.is_sparse:
                     raise RuntimeError("Adam does not support sparse gradients")
                 if not self.state[parameter]:
-                    self.synchronize()  # the last step may still be storing the bundle
+                    self.synchronize()  # the last step may still be storing the bucket
                     self.state[parameter] = self._new_state(parameter, group, zero=True)
                     self._counts[parameter] = 0
                 gradients[parameter] = local_gradient(parameter)
@@ -221,10 +221,10 @@ class SwapStates(torch.optim.Adam):
 
     def _new_state(self, parameter: torch.Tensor, group: dict[str, Any], zero: bool) -> dict[str, Any]:
         """Return ``step`` and views of host memory as this parameter's states; DTensors if the parameter is one."""
-        bundle = self._swapped[parameter]
-        shape, offset = local_shard_no_grad(parameter).shape, bundle.offsets[parameter]
+        bucket = self._swapped[parameter]
+        shape, offset = local_shard_no_grad(parameter).shape, bucket.offsets[parameter]
         state: dict[str, Any] = {"step": torch.zeros((), dtype=step_dtype(group))}
-        for name, host in zip(bundle.states, self._host[bundle], strict=True):
+        for name, host in zip(bucket.states, self._host[bucket], strict=True):
             view = host[offset : offset + shape.numel()].view(shape)
             if self._own_storage:  # the storage of a fake tensor cannot be cut
                 view = _with_own_storage(view)
@@ -291,6 +291,6 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
 
 
-def host_regions(bundles: list[Bundle]) -> list[int]:
-    """Return the sizes in bytes of the host memory regions for ``bundles``: one for each state of a bundle."""
-    return [bundle.state_bytes for bundle in bundles for _ in bundle.states]
+def host_regions(buckets: list[Bucket]) -> list[int]:
+    """Return the sizes in bytes of the host memory regions for ``buckets``: one for each state of a bucket."""
+    return [bucket.state_bytes for bucket in buckets for _ in bucket.states]

@@ -26,7 +26,7 @@ from torchtitan_npu.errors import UsageError, shown
 
 BEGIN, END, MARK = "\ufdd0", "\ufdd1", "\ufdd2"
 """Characters that Unicode reserves for use inside a program. They mark positions in a rendered text."""
-Spans = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
 """Begin and end of ranges of characters."""
 
 
@@ -70,8 +70,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         return environment.from_string(self.source)
 
-    def render(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Spans]:
-        """Return the text of a conversation and the spans of its answers. Raise :class:`BadRecord` if it has none."""
+    def render(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Ranges]:
+        """Return the text of a conversation and the ranges of its answers. Raise :class:`BadRecord` if it has none."""
         if any(mark in str(message.get("content")) for message in messages for mark in (BEGIN, END, MARK)):
             raise BadRecord("a message has a character that Unicode reserves, of U+FDD0 to U+FDD2")
         text = self._render(messages, tools)
@@ -123,8 +123,8 @@ class ChatTemplate:
             raise BadRecord(f"{self.name}: {error}") from error
 
 
-def _without_marks(text: str) -> tuple[str, Spans]:
-    """Remove BEGIN and END, and return the spans between them."""
+def _without_marks(text: str) -> tuple[str, Ranges]:
+    """Remove BEGIN and END, and return the ranges between them."""
     pieces, answers, length = [], [], 0
     for number, part in enumerate(text.split(BEGIN)):
         answer, end, rest = part.partition(END) if number else ("", "", part)

@@ -26,7 +26,7 @@ register_rotation(
     apply_rotary_emb,
     INTERLEAVE,
     tensors=1,
-    methods=("prolog",),
+    methods=("pre_attention",),
     passed_by=(Attention, Block, MTPBlock, DeepSeekV32Model),
 )
 

@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3.model.model import Attention as DeepSeekV3Att
 from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
 from torchtitan_npu.layers.documents import Documents
-from torchtitan_npu.layers.routing_decisions import Choices
+from torchtitan_npu.layers.routing_decisions import RoutingDecisions
 from torchtitan_npu.layers.sparse_attention import SparseAttention
 from torchtitan_npu.models.deepseek_v32.args import INDEX, DeepSeekV32ModelArgs
 from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
@@ -39,8 +39,8 @@ class Attention(DeepSeekV3Attention):
 
     A layer may have no indexer (``args.has_indexer``). It then attends to the keys that an earlier layer has selected.
 
-    It has three parts: :meth:`prolog` has the projections before attention, ``inner_attention`` has no parameters,
-    :meth:`epilog` has the projections after it.
+    It has three parts: :meth:`pre_attention` has the projections before attention, ``inner_attention`` has no
+    parameters, :meth:`post_attention` has the projections after it.
 
     With ``absorb``, except in the warm-up, keys W_k c and values W_v c of a head are never computed from the latent
     vectors c, because q · (W_k c) = (W_kᵀ q) · c and p · (W_v c) = W_v (p · c). The latent vectors c are then the one
@@ -58,7 +58,7 @@ class Attention(DeepSeekV3Attention):
         if args.has_indexer(layer_id):
             self.indexer = INDEXERS[args.index_rope](args).requires_grad_(args.indexer_loss)
         self.received, self.passed = args.passed_tensors(layer_id - 1), args.passed_tensors(layer_id)
-        self.choices: Choices | None = None
+        self.decisions: RoutingDecisions | None = None
         self.inputs = Inputs()
         self.kv_gather = LocalKV()
         self.inner_attention: Any = SparseAttention(  # a converter or context parallel replaces it
@@ -80,10 +80,10 @@ class Attention(DeepSeekV3Attention):
         ``positions`` (1 or bsz, seqlen), or none for 0, 1, 2, ..., are used only for rotation. The keys that a query
         sees depend on its place in the sequence and on its document.
         """
-        output, _ = self.attend(self.prolog(x, freqs_cis, positions), attention_masks)
-        return self.epilog(output)
+        output, _ = self.attend(self.pre_attention(x, freqs_cis, positions), attention_masks)
+        return self.post_attention(output)
 
-    def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def pre_attention(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Return the arguments of ``inner_attention``: q, q_rope, k, k_rope, v, index_q, index_k, index_weights.
 
         Without an indexer the last three are absent.
@@ -127,7 +127,7 @@ class Attention(DeepSeekV3Attention):
     def attend(
         self, projected: tuple[Tensor, ...], documents: Documents | None, shared: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run ``inner_attention`` on the output of :meth:`prolog`: (bsz, seqlen, n_heads, width of v).
+        """Run ``inner_attention`` on the output of :meth:`pre_attention`: (bsz, seqlen, n_heads, width of v).
 
         ``shared`` is what the layer before passes to this one (``args.passed_tensors``). The second result is what this
         layer passes to the next one.
@@ -138,15 +138,15 @@ class Attention(DeepSeekV3Attention):
             index = [given[name] for name in INDEX if name in given]
             output = self.inner_attention(*projected, *index, **options, selected=given.get("selected"))
             return output, shared if self.passed else ()
-        if self.choices is None:
+        if self.decisions is None:
             output = self.inner_attention(*projected, **options)
             output, *selected = output if isinstance(output, tuple) else (output,)
         else:
             q, _, k, *_ = projected
             places = self.inner_attention.query_places(*q.shape[:2], k.shape[1], documents, k.device)
-            recorded = self.choices.recorded_keys(places)
+            recorded = self.decisions.recorded_keys(places)
             output, own = self.inner_attention(*projected, **options, selected=recorded)
-            selected = [self.choices(own, places)]
+            selected = [self.decisions(own, places)]
         if not self.passed:
             return output, ()
         if INDEX[0] not in self.passed:
@@ -165,12 +165,12 @@ class Attention(DeepSeekV3Attention):
         """True if this layer selects the keys that it attends to."""
         return self.indexer is not None and not self.warmup
 
-    def use_choices(self, choices: Choices) -> None:
-        """Pass the selected keys through ``choices``, before the model is parallelized."""
-        self.choices = choices
+    def use_routing_decisions(self, decisions: RoutingDecisions) -> None:
+        """Pass the selected keys through ``decisions``, before the model is parallelized."""
+        self.decisions = decisions
         self.inner_attention.returns_selected = True
 
-    def epilog(self, output: Tensor) -> Tensor:
+    def post_attention(self, output: Tensor) -> Tensor:
         """Project ``inner_attention``'s output (bsz, seqlen, n_heads, width of v) to (bsz, seqlen, dim)."""
         if self.absorb:
             w_v = self.weights_by_head()[:, self.qk_nope_head_dim :]

@@ -15,15 +15,15 @@ from torchtitan_npu.models.deepseek_v32.attention import Attention
 class Block(TransformerBlock):
     """TorchTitan's block with sparse attention, and the same other parameters.
 
-    :meth:`prolog` has everything before ``inner_attention``. :meth:`epilog` has everything after it, up to the experts
-    or including them or the dense network. Each can be compiled as one region. ``inner_attention`` between them is a
-    few fused operators, whose backward pass counts a loss.
+    :meth:`pre_attention` has everything before ``inner_attention``. :meth:`post_attention` has everything after it, up
+    to the experts or including them or the dense network. Each can be compiled as one region. ``inner_attention``
+    between them is a few fused operators, whose backward pass counts a loss.
     """
 
     attention: Any
-    experts_in_epilog = False
-    """Let :meth:`epilog` include the experts, so that they are compiled with it. Otherwise the output of attention is
-    freed before the experts run."""
+    experts_in_post_attention = False
+    """Let :meth:`post_attention` include the experts, so that they are compiled with it. Otherwise the output of
+    attention is freed before the experts run."""
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(layer_id, args)
@@ -54,28 +54,28 @@ class Block(TransformerBlock):
         forward pass.
         """
         # no name for the projections: it would keep them alive while the experts run
-        output, shared = self.attention.attend(self.prolog(x, freqs_cis, positions), attention_masks, shared)
-        x = self.epilog(x, output)
+        output, shared = self.attention.attend(self.pre_attention(x, freqs_cis, positions), attention_masks, shared)
+        x = self.post_attention(x, output)
         del output
-        if self.moe_enabled and not self.experts_in_epilog:
+        if self.moe_enabled and not self.experts_in_post_attention:
             x, normed = x
             x = x + self.moe(normed)
         return (x, *shared) if shared else x
 
-    def prolog(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the attention's prolog of the block's input ``x``."""
+    def pre_attention(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the attention's pre_attention of the block's input ``x``."""
         # A norm of small operators uses its input twice. The view adds these two gradients before the residual's, as a
         # compiled region does: both round alike
         x = x.view_as(x)
-        return self.attention.prolog(self.attention_norm(x), freqs_cis, positions)
+        return self.attention.pre_attention(self.attention_norm(x), freqs_cis, positions)
 
-    def epilog(self, x: Tensor, output: Tensor) -> Any:
+    def post_attention(self, x: Tensor, output: Tensor) -> Any:
         """Return the block's output, or the residual and the experts' input if the experts run outside.
 
         ``x`` is the block's input, ``output`` is the output of ``inner_attention``.
         """
-        x = x + self.attention.epilog(output)
+        x = x + self.attention.post_attention(output)
         normed = self.ffn_norm(x)
         if not self.moe_enabled:
             return x + self.feed_forward(normed)
-        return x + self.moe(normed) if self.experts_in_epilog else (x, normed)
+        return x + self.moe(normed) if self.experts_in_post_attention else (x, normed)

@@ -100,7 +100,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
         In a pipeline, return the documents of each microbatch.
         """
         assert tokenizer.eos_id is not None
-        documents = Documents.of(input_batch, tokenizer.eos_id)
+        documents = Documents.from_tokens(input_batch, tokenizer.eos_id)
         microbatches = self.model_args.microbatches
         return documents if microbatches is None else Microbatches(documents.split(microbatches))
 

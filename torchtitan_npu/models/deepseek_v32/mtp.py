@@ -79,7 +79,7 @@ class MultiTokenLogits(NamedTuple):
     """Logits of the next token, (bsz, seqlen, vocab_size)."""
     mtp_logits: tuple[Tensor, ...]
     """Logits of the tokens after it, one tensor per depth."""
-    account: AuxiliaryLoss
+    aux_loss: AuxiliaryLoss
     """Counts the loss of ``mtp_logits``."""
 
     def with_loss(self, loss_fn: LossFunction, labels: Tensor) -> Tensor:
@@ -91,4 +91,4 @@ class MultiTokenLogits(NamedTuple):
         for depth, logits in enumerate(self.mtp_logits, start=1):
             targets = F.pad(labels[:, depth:], (0, depth), value=IGNORE_INDEX)
             losses.append(loss_fn(logits, targets))
-        return self.account.attach(self.logits, torch.stack(losses).mean())
+        return self.aux_loss.attach(self.logits, torch.stack(losses).mean())

@@ -16,7 +16,7 @@ from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
 from torchtitan_npu.layers.packed_attention import DocumentMask, MaskedAttention
 from torchtitan_npu.layers.rotary import RotaryTables
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_places, patches_of
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_slots, patches_of
 from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
 
@@ -104,7 +104,7 @@ class Qwen3VLModel(Qwen3Model):
                 to their own document. Without them a row is one document. If it has images, its positions are computed
                 here, which synchronises with the device.
             patches: (patches, patch_dim), first those of images, then those of videos
-            places: (patches, 4), by default :func:`patch_places` of ``grids``
+            places: (patches, 4), by default :func:`patch_slots` of ``grids``
             grids: the grids of images and videos
         """
         grids = grids or Grids()
@@ -147,9 +147,9 @@ class Qwen3VLModel(Qwen3Model):
         if patches is None or not all_grids:
             all_grids = ((1, merge_size, merge_size),)
             patches = torch.zeros(args.vision.patches_per_token, args.vision.patch_dim, device=tokens.device)
-            places = patch_places(all_grids, merge_size, tokens.device)
+            places = patch_slots(all_grids, merge_size, tokens.device)
         elif places is None:
-            places = patch_places(all_grids, merge_size).to(tokens.device)
+            places = patch_slots(all_grids, merge_size).to(tokens.device)
         features = self.vision(patches, places, all_grids)
         is_image = (tokens == args.image_token_id) & bool(grids.images)
         is_video = (tokens == args.video_token_id) & bool(grids.videos)

@@ -28,7 +28,7 @@ class Grids:
         self.videos: tuple[Grid, ...] = tuple((int(t), int(h), int(w)) for t, h, w in videos)
 
     @classmethod
-    def of(cls, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Grids:
+    def from_thw(cls, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Grids:
         """Make grids from Hugging Face's tensors (images, 3) and (videos, 3)."""
         return cls(*(() if grid is None else grid.tolist() for grid in (image_grid_thw, video_grid_thw)))
 
@@ -51,7 +51,7 @@ def patches_of(grids: Iterable[Grid]) -> int:
     return sum(t * h * w for t, h, w in grids)
 
 
-def patch_places(grids: Sequence[Grid], merge_size: int, device: torch.device | None = None) -> Tensor:
+def patch_slots(grids: Sequence[Grid], merge_size: int, device: torch.device | None = None) -> Tensor:
     """Return row and column of each patch in its frame, and the frame's rows and columns: (patches, 4) int64."""
     places = []
     for t, h, w in grids:
@@ -67,7 +67,7 @@ def patch_places(grids: Sequence[Grid], merge_size: int, device: torch.device | 
 def interpolation(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Return the 4 of ``side`` × ``side`` learned positions around each patch, and their weights: both (patches, 4).
 
-    This is bilinear interpolation with aligned corners. ``places`` are those of :func:`patch_places`.
+    This is bilinear interpolation with aligned corners. ``places`` are those of :func:`patch_slots`.
     """
     place, size = places.float().chunk(2, dim=-1)  # (patches, 2) each: rows and columns
     place = place * (side - 1) / (size - 1).clamp(min=1)

@@ -14,7 +14,7 @@ from torchtitan_npu.ops.indexer_kl_loss.op import MAX_QUERIES
 TRAINED = ("query_index", "key_index", "weights")
 
 
-class Account(Protocol):
+class LossScale(Protocol):
     """The weight of a loss in the total, and the sum of its values."""
 
     def scale(self) -> Tensor:
@@ -28,7 +28,7 @@ Loss = Callable[..., Sequence[Tensor]]
 """Returns the gradients of :data:`TRAINED` and the loss (1,), given its arguments by name."""
 
 
-def with_indexer_loss(output: Tensor, account: Account, loss: Loss, **arguments: Any) -> Tensor:
+def with_indexer_loss(output: Tensor, aux_loss: LossScale, loss: Loss, **arguments: Any) -> Tensor:
     """Return ``output``. Its backward pass computes the indexer's loss and its gradients, exactly once.
 
     The loss is the sum over tokens of the KL divergence of the indexer's distribution over the attended keys from
@@ -38,7 +38,7 @@ def with_indexer_loss(output: Tensor, account: Account, loss: Loss, **arguments:
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     options = {name: value for name, value in arguments.items() if name not in tensors}
-    return _IndexerLoss.apply(output, account, loss, options, tuple(tensors), *tensors.values())
+    return _IndexerLoss.apply(output, aux_loss, loss, options, tuple(tensors), *tensors.values())
 
 
 class _IndexerLoss(torch.autograd.Function):
@@ -46,13 +46,13 @@ class _IndexerLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         output: Tensor,
-        account: Account,
+        aux_loss: LossScale,
         loss: Loss,
         options: dict[str, Any],
         names: tuple[str, ...],
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.account, ctx.loss, ctx.options, ctx.names = account, loss, options, names
+        ctx.aux_loss, ctx.loss, ctx.options, ctx.names = aux_loss, loss, options, names
         ctx.save_for_backward(*tensors)
         return output.view_as(output)
 
@@ -60,9 +60,9 @@ class _IndexerLoss(torch.autograd.Function):
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         def compute(*tensors: Tensor) -> list[Tensor]:
             by_name = dict(zip(ctx.names, tensors, strict=True))
-            scale = ctx.account.scale().expand(1)
+            scale = ctx.aux_loss.scale().expand(1)
             *gradients, loss = ctx.loss(**by_name, **ctx.options)
-            ctx.account.count(loss.squeeze(0))
+            ctx.aux_loss.count(loss.squeeze(0))
             # in the wider dtype: rounding the scale to bfloat16 first would bias all gradients alike
             return [
                 (gradient * scale).to(by_name[name].dtype) for name, gradient in zip(TRAINED, gradients, strict=True)
