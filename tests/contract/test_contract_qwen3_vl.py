@@ -21,7 +21,7 @@ from torchtitan_npu.models.qwen3_vl import (
     Grids,
     Qwen3VLModel,
     check_visual_tokens,
-    patch_slots,
+    patch_coordinates,
     position_ids,
     qwen3_vl_args,
 )
@@ -54,7 +54,7 @@ def batch_on_host() -> dict[str, Tensor]:
         "tokens": tokens,
         "positions": position_ids(tokens, GRIDS, args),
         "patches": torch.zeros(patches_of(all_grids), args.vision.patch_dim),
-        "places": patch_slots(all_grids, args.vision.merge_size),
+        "coordinates": patch_coordinates(all_grids, args.vision.merge_size),
     }
 
 

@@ -89,7 +89,7 @@ def test_default_blocks_and_large_selections(
 ) -> None:
     """Default blocks, more rows per key and more places than a program takes, and a rope wider than the rest."""
     monkeypatch.setattr(segments, "AT_ONCE", 2)
-    monkeypatch.setattr(segments, "PLACES", 16)
+    monkeypatch.setattr(segments, "ENTRIES", 16)
     docs = documents("BSND", [(3, 9)] * 2, True, half, "contiguous")
     assert_agrees(gpu, docs, (4, 1), 5, True, False, device, rounds=True, size=3, rope=20)
 

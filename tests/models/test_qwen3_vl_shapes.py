@@ -24,7 +24,7 @@ from torchtitan_npu.models.qwen3_vl import (
     position_ids,
     qwen3_vl_args,
 )
-from torchtitan_npu.models.qwen3_vl.patch_grids import patch_slots, patches_of
+from torchtitan_npu.models.qwen3_vl.patch_grids import patch_coordinates, patches_of
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import COLOURS, MOVES, SEEDS, SIDES, Picture, draw
 from torchtitan_npu.train_specs.qwen3_vl_dataloader import PackedRows, build_image_text_dataloader, collate, patchify
 
@@ -96,7 +96,7 @@ def test_patches_are_in_the_order_of_the_tower() -> None:
     picture = Picture((pixels + 1000 * torch.arange(3)[:, None, None]) / 2 + 0.5, "")
     patches, grid = patchify(picture, vision)
     assert grid == (2, 4, 6) and patches.shape == (48, vision.patch_dim)
-    for number, (row, column, *size) in enumerate(patch_slots([grid], 2).tolist()):
+    for number, (row, column, *size) in enumerate(patch_coordinates([grid], 2).tolist()):
         assert size == [4, 6]
         start = number // 24 * 2
         box = picture.frames[start : start + 2, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
@@ -172,7 +172,7 @@ def test_batches_do_not_depend_on_the_layout() -> None:
     halves = [first["grids"], second["grids"]]
     assert sum((half.images for half in halves), ()) == whole["grids"].images != ()
     assert sum((half.videos for half in halves), ()) == whole["grids"].videos != ()
-    for key in ("patches", "places"):  # all images, then all videos
+    for key in ("patches", "coordinates"):  # all images, then all videos
         images, videos = zip(
             *(
                 batch[key].split([patches_of(batch["grids"].images), patches_of(batch["grids"].videos)])

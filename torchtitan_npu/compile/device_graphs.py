@@ -234,7 +234,7 @@ class BlockGraphs:
 
     @contextmanager
     def reasons(self) -> Iterator[None]:
-        """Turn what cannot be captured into an error that names the block and the place."""
+        """Turn what cannot be captured into an error that names the block and the line."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -245,7 +245,7 @@ class BlockGraphs:
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
             raise UsageError(
-                f"npu.device_graphs: {self.name} cannot be captured: {str(first).splitlines()[0]}{_place(first)}; "
+                f"npu.device_graphs: {self.name} cannot be captured: {str(first).splitlines()[0]}{_line_of(first)}; "
                 f"{REMEDY}"
             ) from error
 
@@ -367,7 +367,7 @@ class Arguments:
         return kept
 
     def with_tensors(self, activations: list[Tensor], others: list[Tensor]) -> Arguments:
-        """Return a copy with other tensors in the places of these."""
+        """Return a copy with other tensors in place of these."""
         kept = copy.copy(self)
         kept.activations, kept.others = activations, others
         kept.args, kept.kwargs = self._rebuilt(activations, others)
@@ -392,7 +392,7 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _place(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     """Return where an error was raised, without the frames inside torch and torch_npu."""
     packages = Path(torch.__file__).parents[1]
     inside = (f"{packages}/torch/", f"{packages}/torch_npu/", __file__)

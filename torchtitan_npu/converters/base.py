@@ -196,19 +196,19 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
 
 
 def summary(targets: list[tuple[str, nn.Module]]) -> str:
-    """Describe ``targets`` by number, type and place: ``"13 RMSNorm in layers 0-5, norm"``."""
+    """Describe ``targets`` by number, type and name: ``"13 RMSNorm in layers 0-5, norm"``."""
     types = Counter(type(module).__name__ for _, module in targets)
-    layers, places = set(), set()
+    layers, names = set(), set()
     for fqn, _ in targets:
         path = fqn.split(".")
         number = next((i for i, part in enumerate(path) if part.isdecimal()), None)
         if number is None:
-            places.add(fqn)
+            names.add(fqn)
         else:
             layers.add((".".join(path[:number]), int(path[number])))
     paths = sorted({path for path, _ in layers})
     where = [f"{path} {_ranges([n for p, n in layers if p == path])}".strip() for path in paths]
-    return f"{', '.join(f'{n} {name}' for name, n in types.items())} in {', '.join([*where, *sorted(places)])}"
+    return f"{', '.join(f'{n} {name}' for name, n in types.items())} in {', '.join([*where, *sorted(names)])}"
 
 
 def _ranges(numbers: list[int]) -> str:

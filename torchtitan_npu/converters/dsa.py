@@ -89,11 +89,11 @@ class FusedAttention(SparseAttention):
         unpacked = tuple((x[0] if len(x) == 1 else torch.cat(x)).unflatten(0, (len(q), -1)) for x in packed)
         return unpacked if self.returns_selected else unpacked[0]
 
-    def query_places(
+    def query_positions(
         self, bsz: int, queries: int, keys: int, documents: Documents | None, device: torch.device
     ) -> Tensor:
         if documents is None:
-            return super().query_places(bsz, queries, keys, documents, device)
+            return super().query_positions(bsz, queries, keys, documents, device)
         # the operators count from the first key of a document, whose last query is its last key
         lengths = torch.diff(documents.cu_seqlens_k.tensor, prepend=documents.cu_seqlens_k.tensor.new_zeros(1))
         number = documents.cu_seqlens_q.numbers(bsz).flatten()

@@ -262,9 +262,9 @@ def _rows(
                 b = weight.load([here * summed + k, column])
             total = tl.dot(a, b, total)
         rows = row + tl.arange(0, BLOCK_M)
-        places = column + tl.arange(0, BLOCK_N)
-        mask = (rows < last)[:, None] & (places < columns)[None, :]
-        pointers = out + rows.to(tl.int64)[:, None] * columns + places[None, :]
+        output_columns = column + tl.arange(0, BLOCK_N)
+        mask = (rows < last)[:, None] & (output_columns < columns)[None, :]
+        pointers = out + rows.to(tl.int64)[:, None] * columns + output_columns[None, :]
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 

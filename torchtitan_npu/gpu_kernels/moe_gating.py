@@ -189,9 +189,9 @@ def _forward(
 
     slot = tl.arange(0, SLOTS)[None, :]
     selected = tl.zeros((ROWS, SLOTS), tl.int32)
-    for place in range(K):
+    for rank in range(K):
         best = tl.max(keys, 1)[:, None]
-        selected = tl.where(slot == place, (best & LOWER_BITS).to(tl.int32) ^ LOWER_BITS, selected)
+        selected = tl.where(slot == rank, (best & LOWER_BITS).to(tl.int32) ^ LOWER_BITS, selected)
         keys = tl.where(keys == best, LOWEST, keys)
 
     inside = (token < tokens) & (slot < K)
@@ -232,9 +232,9 @@ def _backward(
     # the same values once more, one slot at a time, from the cache
     column = tl.arange(0, COLUMNS)[None, :]
     result = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for place in range(K):
-        one = tl.load(expert_idx + token * K + place, mask=is_token, other=0)
+    for rank in range(K):
+        one = tl.load(expert_idx + token * K + rank, mask=is_token, other=0)
         s = tl.load(scores + token * EXPERTS + one, mask=is_token & (one >= 0) & (one < EXPERTS), other=0.0)
-        g = tl.load(grad_y + token * K + place, mask=is_token, other=0.0).to(tl.float32) * scale
+        g = tl.load(grad_y + token * K + rank, mask=is_token, other=0.0).to(tl.float32) * scale
         result = tl.where(column == one, result + tl.div_rn(g - mean, total) * s * (1.0 - s), result)
     tl.store(dx + token * EXPERTS + column, result.to(dx.dtype.element_ty), mask=is_token & (column < EXPERTS))

@@ -92,8 +92,8 @@ def npu_moe_token_unpermute_grad_v2(
     return grad_permuted, in_strides_of(probs, grad_probs)
 
 
-def _gather_rows(rows: Tensor, places: Tensor, probs: Tensor | None, out: Tensor, top_k: int) -> Tensor:
-    rows, weights = rows.contiguous(), (places if probs is None else probs).contiguous()
+def _gather_rows(rows: Tensor, positions: Tensor, probs: Tensor | None, out: Tensor, top_k: int) -> Tensor:
+    rows, weights = rows.contiguous(), (positions if probs is None else probs).contiguous()
     tokens, width = out.shape
     if not out.numel():
         return out
@@ -101,7 +101,7 @@ def _gather_rows(rows: Tensor, places: Tensor, probs: Tensor | None, out: Tensor
     blocks = blocks_in(width, config["BLOCK"])
     unroll = min(8, power_of_2(top_k))  # rows in flight from memory at once
     _gather[(tokens * blocks,)](
-        *(rows, places.contiguous(), weights, out, rows.shape[0], width, blocks),
+        *(rows, positions.contiguous(), weights, out, rows.shape[0], width, blocks),
         TOP_K=top_k,
         UNROLL=unroll,
         WEIGHTED=probs is not None,
@@ -112,7 +112,7 @@ def _gather_rows(rows: Tensor, places: Tensor, probs: Tensor | None, out: Tensor
 
 def _scatter_rows(
     tokens: Tensor,
-    places: Tensor,
+    positions: Tensor,
     out: Tensor,
     top_k: int,
     probs: Tensor | None = None,
@@ -129,7 +129,7 @@ def _scatter_rows(
         return
     given = [(out if one is None else one).contiguous() for one in (probs, rows, grad_probs)]
     _scatter[(tokens.shape[0],)](
-        *(tokens.contiguous(), places.contiguous(), out, *given, out.shape[0], out.shape[1]),
+        *(tokens.contiguous(), positions.contiguous(), out, *given, out.shape[0], out.shape[1]),
         TOP_K=top_k,
         WEIGHTED=probs is not None,
         **scatter_config(out.shape[1]),
@@ -137,16 +137,16 @@ def _scatter_rows(
 
 
 @triton.jit
-def _invert(order, places, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(order + place, mask=place < count, other=0)
-    tl.store(places + slot, place, mask=place < count)
+def _invert(order, positions, count, BLOCK: tl.constexpr):
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(order + position, mask=position < count, other=0)
+    tl.store(positions + slot, position, mask=position < count)
 
 
 @triton.jit
 def _gather(
     rows,
-    places,
+    positions,
     probs,
     out,
     count,
@@ -157,16 +157,16 @@ def _gather(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[token] = sum over its slots of rows[places[slot]], times probs[slot]."""
+    """out[token] = sum over its slots of rows[positions[slot]], times probs[slot]."""
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for choice in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
         slot = token * TOP_K + choice
-        place = tl.load(places + slot).to(tl.int64)
-        kept = inside & (place >= 0) & (place < count)
-        row = tl.load(rows + place * width + column, mask=kept, other=0.0).to(tl.float32)
+        position = tl.load(positions + slot).to(tl.int64)
+        kept = inside & (position >= 0) & (position < count)
+        row = tl.load(rows + position * width + column, mask=kept, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(probs + slot).to(tl.float32)
         total += row
@@ -176,7 +176,7 @@ def _gather(
 @triton.jit
 def _scatter(
     tokens,
-    places,
+    positions,
     out,
     probs,
     rows,
@@ -187,12 +187,12 @@ def _scatter(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[places[slot]] = tokens[token], times probs[slot]; grad_probs[slot] = rows[places[slot]] . tokens[token]."""
+    """out[p] = tokens[token], times probs[slot]; grad_probs[slot] = rows[p] . tokens[token]; p = positions[slot]."""
     token = tl.program_id(0).to(tl.int64)
     for choice in tl.range(0, TOP_K):
         slot = token * TOP_K + choice
-        place = tl.load(places + slot).to(tl.int64)
-        kept = (place >= 0) & (place < count)
+        position = tl.load(positions + slot).to(tl.int64)
+        kept = (position >= 0) & (position < count)
         products = tl.full((BLOCK,), 0.0, tl.float32)
         for first in tl.range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
@@ -201,10 +201,10 @@ def _scatter(
             value = tl.load(tokens + token * width + column, mask=column < width, other=0.0)
             if WEIGHTED:
                 weighted = value.to(tl.float32) * tl.load(probs + slot).to(tl.float32)
-                row = tl.load(rows + place * width + column, mask=mask, other=0.0).to(tl.float32)
+                row = tl.load(rows + position * width + column, mask=mask, other=0.0).to(tl.float32)
                 products += row * value.to(tl.float32)
-                tl.store(out + place * width + column, weighted.to(out.dtype.element_ty), mask=mask)
+                tl.store(out + position * width + column, weighted.to(out.dtype.element_ty), mask=mask)
             else:
-                tl.store(out + place * width + column, value.to(out.dtype.element_ty), mask=mask)
+                tl.store(out + position * width + column, value.to(out.dtype.element_ty), mask=mask)
         if WEIGHTED:
             tl.store(grad_probs + slot, tl.sum(products, 0).to(grad_probs.dtype.element_ty))

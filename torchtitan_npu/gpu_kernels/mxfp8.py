@@ -123,9 +123,9 @@ def _along_rows(
 ):
     index = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)  # of a block
     row, block = index // blocks, index % blocks
-    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (index < all_blocks)[:, None] & (place < length)
-    offset = row[:, None] * length + place
+    element = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (index < all_blocks)[:, None] & (element < length)
+    offset = row[:, None] * length + element
     values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     scaled, code = _quantized(values, low_bound, 1, EMAX, LARGEST, SCALE_ALG)
     tl.store(y + offset, scaled.to(y.dtype.element_ty), mask=inside)
@@ -148,9 +148,9 @@ def _along_columns(
 ):
     outer, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    inside = (place < length)[:, None] & (column < inner)[None, :]
-    offset = (outer * length + place)[:, None] * inner + column[None, :]
+    element = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (element < length)[:, None] & (column < inner)[None, :]
+    offset = (outer * length + element)[:, None] * inner + column[None, :]
     values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     scaled, code = _quantized(values, low_bound, 0, EMAX, LARGEST, SCALE_ALG)
     tl.store(y + offset, scaled.to(y.dtype.element_ty), mask=inside)

@@ -93,19 +93,19 @@ def _forward(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
-    value = tl.load(x + place, mask=mask, other=0.0, eviction_policy="evict_first")
+    offset = row.to(tl.int64)[:, None] * width + column[None, :]
+    value = tl.load(x + offset, mask=mask, other=0.0, eviction_policy="evict_first")
     if ADD:
-        addend = tl.load(other + place, mask=mask, other=0.0, eviction_policy="evict_first")
+        addend = tl.load(other + offset, mask=mask, other=0.0, eviction_policy="evict_first")
         # round the sum as a separate addition would
         value = (value.to(tl.float32) + addend.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(total + place, value, mask=mask)
+        tl.store(total + offset, value, mask=mask)
     gain = tl.load(gamma + column, mask=column < width, other=0.0, eviction_policy="evict_last").to(tl.float32)
     value = value.to(tl.float32)
     mean = tl.div_rn(tl.sum(value * value, 1), tl.full((ROWS,), 0.0, tl.float32) + width)
     r = tl.rsqrt(mean + epsilon)
     tl.store(rstd + row, r, mask=row < rows)
-    tl.store(y + place, (value * r[:, None] * gain[None, :]).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + offset, (value * r[:, None] * gain[None, :]).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -119,17 +119,17 @@ def _backward(
     for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (column < width)[None, :]
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
-        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+        offset = row.to(tl.int64)[:, None] * width + column[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
         r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         x_hat = value * r
         part += grad * x_hat
         g = grad * gain[None, :]
         mean = tl.div_rn(tl.sum(g * x_hat, 1), tl.full((ROWS,), 0.0, tl.float32) + width)
-        tl.store(dx + place, (r * (g - x_hat * mean[:, None])).to(dx.dtype.element_ty), mask=mask)
-    place = program.to(tl.int64) * width + column
-    tl.store(parts + place, tl.sum(part, 0), mask=column < width)
+        tl.store(dx + offset, (r * (g - x_hat * mean[:, None])).to(dx.dtype.element_ty), mask=mask)
+    offset = program.to(tl.int64) * width + column
+    tl.store(parts + offset, tl.sum(part, 0), mask=column < width)
 
 
 @triton.jit

@@ -71,32 +71,32 @@ def _inner_stride_1(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _load(x, place, mask, half, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Load rows that begin at ``place`` (ROWS, 1): first and second channel of each pair, (ROWS, HALF) each."""
+def _load(x, offset, mask, half, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Load rows that begin at ``offset`` (ROWS, 1): first and second channel of each pair, (ROWS, HALF) each."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.load(x + place + column, mask=mask & (column < 2 * half), other=0.0)
-        first, second = tl.split(tl.reshape(both, (place.shape[0], HALF, 2)))
+        both = tl.load(x + offset + column, mask=mask & (column < 2 * half), other=0.0)
+        first, second = tl.split(tl.reshape(both, (offset.shape[0], HALF, 2)))
     else:
         column = tl.arange(0, HALF)[None, :]
         inside = mask & (column < half)
-        first = tl.load(x + place + column, mask=inside, other=0.0)
-        second = tl.load(x + place + half + column, mask=inside, other=0.0)
+        first = tl.load(x + offset + column, mask=inside, other=0.0)
+        second = tl.load(x + offset + half + column, mask=inside, other=0.0)
     return first, second
 
 
 @triton.jit
-def _store(out, place, stride, mask, half, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _store(out, offset, stride, mask, half, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     first, second = first.to(out.dtype.element_ty), second.to(out.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.reshape(tl.join(first, second), (place.shape[0], 2 * HALF))
-        tl.store(out + place + column * stride, both, mask=mask & (column < 2 * half))
+        both = tl.reshape(tl.join(first, second), (offset.shape[0], 2 * HALF))
+        tl.store(out + offset + column * stride, both, mask=mask & (column < 2 * half))
     else:
         column = tl.arange(0, HALF)[None, :]
         inside = mask & (column < half)
-        tl.store(out + place + column * stride, first, mask=inside)
-        tl.store(out + place + (half + column) * stride, second, mask=inside)
+        tl.store(out + offset + column * stride, first, mask=inside)
+        tl.store(out + offset + (half + column) * stride, second, mask=inside)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _angles(r, index, half, dtype: tl.constexpr, HALF: tl.constexpr, INTERLEAVED
 
 
 @triton.jit
-def _place(angle, served, kept1, kept2, served1, served2, stride0, stride1, stride2):
+def _offset(angle, served, kept1, kept2, served1, served2, stride0, stride1, stride2):
     """Return the offsets of the rows number ``served`` (ROWS, 1) that the row of angles ``angle`` serves."""
     # the angles either index a dimension or are broadcast along it, so one of the two summands is 0
     index0 = angle // (kept1 * kept2) + served // (served1 * served2)
@@ -146,11 +146,11 @@ def _forward(
     mask = served < count
     cos_a, cos_b = _angles(r1, angle, half, x.dtype.element_ty, HALF, INTERLEAVED)
     sin_a, sin_b = _angles(r2, angle, half, x.dtype.element_ty, HALF, INTERLEAVED)
-    place = _place(angle, served, kept1, kept2, served1, served2, x0, x1, x2)
-    a, b = _load(x, place, mask, half, HALF, INTERLEAVED)
+    offset = _offset(angle, served, kept1, kept2, served1, served2, x0, x1, x2)
+    a, b = _load(x, offset, mask, half, HALF, INTERLEAVED)
     a, b = a.to(tl.float32), b.to(tl.float32)
-    place = _place(angle, served, kept1, kept2, served1, served2, out0, out1, out2)
-    _store(out, place, out3, mask, half, a * cos_a - b * sin_a, b * cos_b + a * sin_b, HALF, INTERLEAVED)
+    offset = _offset(angle, served, kept1, kept2, served1, served2, out0, out1, out2)
+    _store(out, offset, out3, mask, half, a * cos_a - b * sin_a, b * cos_b + a * sin_b, HALF, INTERLEAVED)
 
 
 @triton.jit
@@ -192,13 +192,13 @@ def _backward(
     for first in tl.range(0, count, ROWS):
         served = first + tl.arange(0, ROWS)[:, None]
         mask = served < count
-        place = _place(angle, served, kept1, kept2, served1, served2, grad0, grad1, grad2)
-        g_a, g_b = _load(grad, place, mask, half, HALF, INTERLEAVED)
-        place = _place(angle, served, kept1, kept2, served1, served2, x0, x1, x2)
-        a, b = _load(x, place, mask, half, HALF, INTERLEAVED)
+        offset = _offset(angle, served, kept1, kept2, served1, served2, grad0, grad1, grad2)
+        g_a, g_b = _load(grad, offset, mask, half, HALF, INTERLEAVED)
+        offset = _offset(angle, served, kept1, kept2, served1, served2, x0, x1, x2)
+        a, b = _load(x, offset, mask, half, HALF, INTERLEAVED)
         g_a, g_b, a, b = g_a.to(tl.float32), g_b.to(tl.float32), a.to(tl.float32), b.to(tl.float32)
-        place = _place(angle, served, kept1, kept2, served1, served2, dx0, dx1, dx2)
-        _store(dx, place, dx3, mask, half, g_a * cos_a + g_b * sin_b, g_b * cos_b - g_a * sin_a, HALF, INTERLEAVED)
+        offset = _offset(angle, served, kept1, kept2, served1, served2, dx0, dx1, dx2)
+        _store(dx, offset, dx3, mask, half, g_a * cos_a + g_b * sin_b, g_b * cos_b - g_a * sin_a, HALF, INTERLEAVED)
         dcos_a += g_a * a
         dcos_b += g_b * b
         dsin_a -= g_a * b

@@ -26,8 +26,8 @@ class CuSeqlens(NamedTuple):
 
     def numbers(self, bsz: int) -> Tensor:
         """Return the index of each token's document, (bsz, tokens per row)."""
-        places = torch.arange(self.integers[-1], device=self.tensor.device, dtype=torch.int32)
-        return torch.searchsorted(self.tensor, places, right=True).view(bsz, -1)
+        positions = torch.arange(self.integers[-1], device=self.tensor.device, dtype=torch.int32)
+        return torch.searchsorted(self.tensor, positions, right=True).view(bsz, -1)
 
 
 class Documents(NamedTuple):
@@ -98,7 +98,7 @@ class Documents(NamedTuple):
 
 def positions_in_documents(document_ends: Tensor) -> Tensor:
     """Return the position of each token in its document, (bsz, seqlen); ``document_ends`` marks the last tokens."""
-    places = torch.arange(document_ends.shape[1], device=document_ends.device).expand_as(document_ends)
-    starts = torch.where(document_ends, places + 1, 0).roll(1, dims=1)
+    positions = torch.arange(document_ends.shape[1], device=document_ends.device).expand_as(document_ends)
+    starts = torch.where(document_ends, positions + 1, 0).roll(1, dims=1)
     starts[:, 0] = 0
-    return places - starts.cummax(dim=1).values
+    return positions - starts.cummax(dim=1).values

@@ -26,9 +26,9 @@ class Session(Protocol):
 
     def running(self, microbatch: int) -> AbstractContextManager[None]: ...
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor: ...
+    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor: ...
 
-    def recorded(self, decisions: RoutingDecisions, places: Tensor) -> Tensor: ...
+    def recorded(self, decisions: RoutingDecisions, query_positions: Tensor) -> Tensor: ...
 
 
 _handles = itertools.count()
@@ -57,19 +57,19 @@ class RoutingDecisions(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.kind} of layer {self.layer}, top_k={self.top_k} of {self.out_of}"
 
-    def forward(self, own: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, own: Tensor, query_positions: Tensor | None = None) -> Tensor:
         """Return the decisions to use, in the shape of ``own``, those that the layer has made.
 
-        Experts are (tokens, top_k), keys are (bsz, tokens, 1, top_k). ``places`` (bsz, tokens) are the queries' places
-        among the keys that the indices of ``own`` count.
+        Experts are (tokens, top_k), keys are (bsz, tokens, 1, top_k). ``query_positions`` (bsz, tokens) are
+        positions among the keys that the indices of ``own`` count.
         """
-        return torch.ops.torchtitan_npu.choose(own, places, self.handle)
+        return torch.ops.torchtitan_npu.choose(own, query_positions, self.handle)
 
-    def recorded_keys(self, places: Tensor) -> Tensor | None:
+    def recorded_keys(self, query_positions: Tensor) -> Tensor | None:
         """Return the keys to attend to, int32 (bsz, tokens, 1, top_k), or ``None`` if the layer chooses them."""
         if self.session is None or not self.session.replays_now:
             return None
-        return torch.ops.torchtitan_npu.recorded_keys(places, self.handle, self.top_k)
+        return torch.ops.torchtitan_npu.recorded_keys(query_positions, self.handle, self.top_k)
 
 
 def routing_decisions_of(model: nn.Module) -> list[RoutingDecisions]:
@@ -77,25 +77,25 @@ def routing_decisions_of(model: nn.Module) -> list[RoutingDecisions]:
 
 
 @torch.library.custom_op("torchtitan_npu::choose", mutates_args=())
-def _choose(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
+def _choose(own: Tensor, query_positions: Tensor | None, handle: Tensor) -> Tensor:
     decisions = _by_handle[int(handle)]
     if decisions.session is None or not decisions.session.runs_now:
         return own.clone()
-    return decisions.session.choose(decisions, own, places)
+    return decisions.session.choose(decisions, own, query_positions)
 
 
 @_choose.register_fake
-def _(own: Tensor, places: Tensor | None, handle: Tensor) -> Tensor:
+def _(own: Tensor, query_positions: Tensor | None, handle: Tensor) -> Tensor:
     return torch.empty_like(own)
 
 
 @torch.library.custom_op("torchtitan_npu::recorded_keys", mutates_args=())
-def _recorded_keys(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
+def _recorded_keys(query_positions: Tensor, handle: Tensor, top_k: int) -> Tensor:
     decisions = _by_handle[int(handle)]
     assert decisions.session is not None
-    return decisions.session.recorded(decisions, places)
+    return decisions.session.recorded(decisions, query_positions)
 
 
 @_recorded_keys.register_fake
-def _(places: Tensor, handle: Tensor, top_k: int) -> Tensor:
-    return places.new_empty((*places.shape, 1, top_k), dtype=torch.int32)
+def _(query_positions: Tensor, handle: Tensor, top_k: int) -> Tensor:
+    return query_positions.new_empty((*query_positions.shape, 1, top_k), dtype=torch.int32)

@@ -34,7 +34,7 @@ class SparseAttentionArgs(Protocol):
 
 
 class SparseAttention(nn.Module):
-    """Softmax attention of each query to the ``topk`` highest-scored of the keys up to its own place.
+    """Softmax attention of each query to the ``topk`` highest-scored of the keys up to its own position.
 
     With ``indexer_loss``, the backward pass also computes the gradients of the indexer's loss, which pulls the
     indexer's scores of those keys towards the attention probabilities.
@@ -105,8 +105,8 @@ class SparseAttention(nn.Module):
         If there are more keys than queries, the queries are the last tokens.
         """
         bsz, queries, keys = *q.shape[:2], k.shape[1]
-        places = torch.arange(keys, device=q.device)
-        visible = (places[-queries:].unsqueeze(1) >= places).unsqueeze(0)  # (1, queries, keys)
+        positions = torch.arange(keys, device=q.device)
+        visible = (positions[-queries:].unsqueeze(1) >= positions).unsqueeze(0)  # (1, queries, keys)
         if documents is not None:
             of_query, of_key = documents.numbers(bsz)
             visible = visible & (of_query.unsqueeze(2) == of_key.unsqueeze(1))  # (bsz, queries, keys)
@@ -130,8 +130,8 @@ class SparseAttention(nn.Module):
             output = loss.attach(output, divergence(scores, attended, probabilities.detach()))
         return (output, indices_of(own, self.topk)) if self.returns_selected else output
 
-    def query_places(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
-        """Return the place of each query among the keys that the indices of selected keys count, (bsz, queries)."""
+    def query_positions(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
+        """Return the position of each query among the keys that the indices of selected keys count, (bsz, queries)."""
         return torch.arange(keys - queries, keys, device=device).expand(bsz, -1)
 
 
@@ -161,16 +161,16 @@ def select(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
 def indices_of(mask: Tensor, topk: int) -> Tensor:
     """Return the keys of a mask (bsz, queries, keys) in order: int32 (bsz, queries, 1, topk), -1 after the last."""
     keys = mask.shape[-1]
-    places = torch.arange(keys, device=mask.device).where(mask, keys).sort(dim=-1).values[..., :topk]
-    places = F.pad(places, (0, topk - places.shape[-1]), value=keys)
-    return places.masked_fill(places == keys, -1).to(torch.int32).unsqueeze(2)
+    positions = torch.arange(keys, device=mask.device).where(mask, keys).sort(dim=-1).values[..., :topk]
+    positions = F.pad(positions, (0, topk - positions.shape[-1]), value=keys)
+    return positions.masked_fill(positions == keys, -1).to(torch.int32).unsqueeze(2)
 
 
 def mask_of(indices: Tensor, keys: int) -> Tensor:
     """Return the mask (bsz, queries, keys) of indices (bsz, queries, 1, topk), in any order, -1 for none."""
-    places = indices.squeeze(2).long()
-    mask = torch.zeros(*places.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
-    return mask.scatter(-1, places.where(places >= 0, keys), True)[..., :keys]
+    positions = indices.squeeze(2).long()
+    mask = torch.zeros(*positions.shape[:2], keys + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter(-1, positions.where(positions >= 0, keys), True)[..., :keys]
 
 
 def divergence(scores: Tensor, selected: Tensor, probabilities: Tensor) -> Tensor:

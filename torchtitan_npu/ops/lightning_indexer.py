@@ -71,14 +71,14 @@ def npu_lightning_indexer(
     for document in documents(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key):
         keys = key[document.key_index].to(compute_dtype(key))
         count = min(sparse_count, len(keys))
-        places = torch.arange(len(keys), device=query.device)
+        positions = torch.arange(len(keys), device=query.device)
         for rows in document.rows(query.shape[-2] * len(keys), query.device):
             q, w = heads_of(query[rows.index], key_heads), heads_of(weights[rows.index], key_heads)
             logits = torch.einsum("rngd,snd->rngs", q, keys).relu_()
             scores = torch.einsum("rng,rngs->rns", w.to(logits.dtype), logits)
-            scores.masked_fill_(places >= rows.visible, -torch.inf)
+            scores.masked_fill_(positions >= rows.visible, -torch.inf)
             best, order = (t[..., :count] for t in scores.sort(dim=-1, descending=True, stable=True))
-            indices[rows.index][..., :count] = order.to(torch.int32).masked_fill_(places[:count] >= rows.visible, -1)
+            indices[rows.index][..., :count] = order.to(torch.int32).masked_fill_(positions[:count] >= rows.visible, -1)
             if return_value:
                 values[rows.index][..., :count] = best
     return indices, values
@@ -138,11 +138,11 @@ def indexer_elements(query_index: Tensor) -> int:
 def indexer_gradients(
     gradient: Tensor, q: Tensor, w: Tensor, k: Tensor, selected: SelectedKeys, d_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``q`` (r, n, g, d) and ``w`` (r, n, g), given that of the scores, (r, n, places).
+    """Return the gradients of ``q`` (r, n, g, d) and ``w`` (r, n, g), given that of the scores, (r, n, entries).
 
-    Adds the gradients of the selected keys ``k`` (r, n, places, d) to ``d_keys``.
+    Adds the gradients of the selected keys ``k`` (r, n, entries, d) to ``d_keys``.
     """
-    # zero at places without a key, also in a padding row, which may hold any value
+    # zero at entries without a key, also in a padding row, which may hold any value
     logits = torch.einsum("rngd,rnsd->rngs", q, k).masked_fill_(~selected.valid[:, :, None], 0)
     dw = torch.einsum("rns,rngs->rng", gradient, logits.relu())
     d_logits = torch.where(logits > 0, gradient[:, :, None] * w.to(q.dtype)[..., None], 0)

@@ -201,10 +201,10 @@ def with_settings(table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     changed: dict[str, Any] = {name: dict(keys) for name, keys in table.items()}
     for key, value in settings.items():
         *sections, name = key.split(".")
-        place = changed
+        table = changed
         for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+            table = table.setdefault(section, {})
+        table[name] = value
     return changed
 
 

@@ -31,7 +31,7 @@ from torchtitan_npu.components.dataloader import (
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
-from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, patch_slots
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, patch_coordinates
 from torchtitan_npu.models.qwen3_vl.position_ids import check_visual_tokens, position_ids
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import SECONDS_PER_FRAME, SEEDS, Picture, draw
 
@@ -165,7 +165,7 @@ def collate(rows: list[Row], args: Qwen3VLModelArgs, seq_len: int, pad: int) -> 
         "input": tokens,
         "positions": positions,
         "patches": torch.cat([document.patches for document in images + videos]),
-        "places": patch_slots(grids.images + grids.videos, args.vision.merge_size),
+        "coordinates": patch_coordinates(grids.images + grids.videos, args.vision.merge_size),
         "grids": grids,
     }
     return inputs, labels

@@ -73,7 +73,7 @@ def test_blocks_have_every_line_once(tmp_path_factory: Any, lines: list[str], bl
         file = TextLines(path, "text")
         wanted = {number: line.strip("\r") for number, line in enumerate(content.split("\n"), 1) if line.strip()}
         assert [record["text"] for record in records([file])] == [*wanted.values()]
-        places = [file.place(block, i) for block in range(len(file.sizes)) for i in range(len(file.read(block)))]
+        places = [file.location(block, i) for block in range(len(file.sizes)) for i in range(len(file.read(block)))]
         assert places == [f"{path}, line {number}" for number in wanted]
         paragraphs = [p.strip("\n") for p in content.replace("\r", "").split("\n\n")]
         path.write_bytes(content.replace("\r", "").encode())
@@ -92,7 +92,7 @@ def test_parquet_and_datasets_on_disk(tmp_path: Path) -> None:
         (file,) = open_files(str(tmp_path / path), ["number"], None, "key")
         assert records([file]) == [{"number": number} for number in range(2500)]
         block = len(file.sizes) - 1
-        assert file.place(block, 0).endswith(f", row {2500 - len(file.read(block))}")
+        assert file.location(block, 0).endswith(f", row {2500 - len(file.read(block))}")
         with pytest.raises(UsageError, match=r"no column 'words': data\.field must be one of text, number"):
             open_files(str(tmp_path / path), ["words"], None, "key")
     with pytest.raises(UsageError, match=r"both is a dataset with several splits: name one of .*/test, .*/train"):
@@ -157,7 +157,7 @@ def test_a_bad_line(tmp_path: Path, line: bytes, reason: str) -> None:
     assert file.decode(good) == {"text": "fine"}
     with pytest.raises(BadRecord, match=reason):
         file.decode(bad)
-    assert file.place(0, 1) == f"{path}, line 3"
+    assert file.location(0, 1) == f"{path}, line 3"
 
 
 PEAK = """

@@ -183,8 +183,8 @@ def start_import(module: str) -> subprocess.Popen[str]:
 def error_in(stderr: str, code: int) -> str:
     """Return the error line and innermost file of the last traceback; without one, how the process ended."""
     _, header, trace = stderr.rpartition("Traceback (most recent call last):\n")
-    places = re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)
+    frames = re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)
     error = re.search(r"^\S.*", trace, re.MULTILINE)
-    if not header or not places or not error:
+    if not header or not frames or not error:
         return f"its process ended with signal {-code}" if code < 0 else f"its process ended with exit code {code}"
-    return f"{error[0][:300]} ({':'.join(places[-1])})"
+    return f"{error[0][:300]} ({':'.join(frames[-1])})"

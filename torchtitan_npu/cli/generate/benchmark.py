@@ -71,8 +71,8 @@ def check_tokens(model: InferenceModel, prompts: list[list[int]], measured: Gene
         gap = logits.amax(dim=-1) - logits.gather(-1, torch.tensor(new).unsqueeze(-1)).squeeze(-1)
         allowed = logits.abs().amax() * (2**-14 if model.dtype == "float32" else 2**-4)
         if (gap > allowed).any():
-            place = int((gap > allowed).nonzero()[0])
-            raise Refused(f"token {place + 1} of a row is not the most probable one without the cache")
+            position = int((gap > allowed).nonzero()[0])
+            raise Refused(f"token {position + 1} of a row is not the most probable one without the cache")
 
 
 def line(prompts: list[list[int]], measured: Generated, sampling: Sampling) -> str:

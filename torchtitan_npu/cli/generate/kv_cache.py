@@ -44,10 +44,10 @@ class CachedTokens:
         """Set the tokens of the next forward pass, and return their documents if rows are padded."""
         self.start, self.padding = start, padding
         keys = start + queries
-        place = torch.arange(keys, device=device)
-        is_text = place >= torch.tensor(padding, device=device).unsqueeze(1)  # (bsz, keys)
+        position = torch.arange(keys, device=device)
+        is_text = position >= torch.tensor(padding, device=device).unsqueeze(1)  # (bsz, keys)
         same = is_text[:, start:].unsqueeze(2) == is_text.unsqueeze(1)  # (bsz, queries, keys)
-        self.mask = (same & (place[start:].unsqueeze(1) >= place)).unsqueeze(1)
+        self.mask = (same & (position[start:].unsqueeze(1) >= position)).unsqueeze(1)
         if not self.is_padded:
             return None
         cu_seqlens_q, cu_seqlens_k = [], []

@@ -130,7 +130,7 @@ def _fuse_gather(result: fx.Node, limits: KernelLimits) -> bool:
         flat = as_matrix(source, before * rows, like=matmul.node)
         name = communicator(group, device)
         fused = call(npu.npu_all_gather_base_mm.default, flat, _weight(matmul), name, ranks, like=matmul.node)
-        outputs = [call(operator.getitem, fused, place, like=matmul.node) for place in (0, 1)]
+        outputs = [call(operator.getitem, fused, index, like=matmul.node) for index in (0, 1)]
         # (ranks, batch, rows) to (batch, ranks, rows)
         multiplied, all_rows = (_swap_blocks(output, ranks, before, rows) for output in outputs)
         multiplied = call(aten.view.default, multiplied, list(value(matmul.node).shape), like=matmul.node)
@@ -245,7 +245,7 @@ def _scattered(given: fx.Node, ranks: int) -> tuple[Any, int]:
     first = chunks[0]
     if first is None or len(given.users) != 1:
         return given, 0
-    expected = [(first.source, first.dim, place, ranks) for place in range(ranks)]
+    expected = [(first.source, first.dim, index, ranks) for index in range(ranks)]
     if [(chunk.source, chunk.dim, chunk.index, chunk.count) for chunk in chunks if chunk] != expected:
         return given, 0
     # the other users of the source are splits; their chunks must have no other users

@@ -16,7 +16,7 @@ from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = range(4)
-"""Order of the places to look at. The gradients of weights come last: FSDP reduces them after the backward pass."""
+"""Order of the phases to look at. The gradients of weights come last: FSDP reduces them after the backward pass."""
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -24,7 +24,7 @@ WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 class Finding:
     """A tensor that is not finite. The smallest one is the first: of one rank, and of all ranks."""
 
-    place: int
+    phase: int
     """``FORWARD``, ``LOSS``, ``BACKWARD`` or ``WEIGHTS``."""
     microbatch: int
     stage: int
@@ -35,7 +35,7 @@ class Finding:
     what: str
 
     def __str__(self) -> str:
-        batch = f", microbatch {self.microbatch}" if self.place in (FORWARD, BACKWARD) else ""
+        batch = f", microbatch {self.microbatch}" if self.phase in (FORWARD, BACKWARD) else ""
         return f"{self.what}, on rank {self.rank}{batch}"
 
 

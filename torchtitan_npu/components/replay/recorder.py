@@ -85,12 +85,14 @@ class Recorder(Session):
         layers = [decisions.layer for decisions in own]
         return KindOfRank(layers, self.positions_of(own[0]), width(header), dtype(kind, header["out_of"]))
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor:
+    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
         if self.writer is not None and self.owns(decisions) and not in_backward_pass():
             positions = self.positions_of(decisions)
             values = by_sequence(own, len(positions))
-            if places is not None:
-                values = shifted_keys(values, torch.as_tensor(positions, device=places.device) - places)
+            if query_positions is not None:
+                values = shifted_keys(
+                    values, torch.as_tensor(positions, device=query_positions.device) - query_positions
+                )
             part = self.writer.kinds[decisions.kind]
             first = self.first_row + self.rows(len(values)).start
             narrow = values[..., : part.width].cpu().numpy().astype(part.dtype)

@@ -69,21 +69,21 @@ class Replayer(Session):
     def replays_now(self) -> bool:
         return self.runs_now
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor:
+    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
         tokens = len(self.positions_of(decisions))
         values = by_sequence(own, tokens)
         recorded = self._read(decisions, len(values), own.device)
         chosen = recorded
-        if places is not None:
-            offset = self._positions(decisions, own.device) - places
+        if query_positions is not None:
+            offset = self._positions(decisions, own.device) - query_positions
             chosen, values = shifted_keys(recorded, -offset), shifted_keys(values, offset)
         if self.owns(decisions) and not in_backward_pass():
             self._count(decisions, values, recorded)
         return chosen.reshape(own.shape).to(own.dtype)
 
-    def recorded(self, decisions: RoutingDecisions, places: Tensor) -> Tensor:
-        keys = self._read(decisions, len(places), places.device)
-        return shifted_keys(keys, places - self._positions(decisions, places.device)).unsqueeze(2)
+    def recorded(self, decisions: RoutingDecisions, query_positions: Tensor) -> Tensor:
+        keys = self._read(decisions, len(query_positions), query_positions.device)
+        return shifted_keys(keys, query_positions - self._positions(decisions, query_positions.device)).unsqueeze(2)
 
     def _positions(self, decisions: RoutingDecisions, device: torch.device) -> Tensor:
         return torch.as_tensor(self.positions_of(decisions), device=device)

@@ -124,11 +124,11 @@ class Session:
         """True if the decisions of the current batch are those of a record."""
         return False
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, places: Tensor | None) -> Tensor:
+    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
         """Return the decisions to use in place of ``own``: see :meth:`RoutingDecisions.forward`."""
         raise NotImplementedError
 
-    def recorded(self, decisions: RoutingDecisions, places: Tensor) -> Tensor:
+    def recorded(self, decisions: RoutingDecisions, query_positions: Tensor) -> Tensor:
         """Return the recorded keys of the current microbatch: see :meth:`RoutingDecisions.recorded_keys`."""
         raise NotImplementedError
 

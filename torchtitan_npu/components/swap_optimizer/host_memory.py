@@ -28,7 +28,7 @@ def pack(sizes: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """
     blocks: list[int] = []
     used: list[int] = []
-    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    slots: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     left = sum(aligned)
     for region in sorted(range(len(sizes)), key=lambda r: -aligned[r]):
@@ -38,10 +38,10 @@ def pack(sizes: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
             largest = _power_of_two(left) if left <= SMALLEST_BLOCK else 1 << (left.bit_length() - 1)
             blocks.append(max(largest, _power_of_two(size)))
             used.append(0)
-        places[region] = (block, used[block])
+        slots[region] = (block, used[block])
         used[block] += size
         left -= size
-    return blocks, places
+    return blocks, slots
 
 
 def _power_of_two(size: int) -> int:
@@ -53,7 +53,7 @@ def allocate(sizes: list[int], device: torch.device, fraction: float) -> list[to
 
     ``fraction`` is the job's ``optimizer.swap_fraction``; an error suggests a smaller one.
     """
-    blocks, places = pack(sizes)
+    blocks, slots = pack(sizes)
     memory: list[torch.Tensor] = []
     with _near(device):
         for size in blocks:
@@ -61,7 +61,7 @@ def allocate(sizes: list[int], device: torch.device, fraction: float) -> list[to
                 memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu"))
             except RuntimeError as error:
                 raise UsageError(_allocation_error(sum(blocks), sum(map(len, memory)), fraction, error)) from error
-    return [memory[block][offset : offset + size] for size, (block, offset) in zip(sizes, places, strict=True)]
+    return [memory[block][offset : offset + size] for size, (block, offset) in zip(sizes, slots, strict=True)]
 
 
 def _allocation_error(needed: int, given: int, fraction: float, error: RuntimeError) -> str:

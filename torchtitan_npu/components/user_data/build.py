@@ -87,13 +87,13 @@ def _sources(section: str, path: str | None, options: Data, encoder: Encoder, is
 def _check_first_record(source: Source, encoder: Encoder, can_skip: bool) -> None:
     """Raise if a source has no record, or if its first one cannot be used and must not be skipped."""
     in_files = Source(source.name, source.files, seed=None, window_bytes=0)
-    _, place, record = next(in_files.records(FIRST))
-    file = source.files[place.file]
+    _, location, record = next(in_files.records(FIRST))
+    file = source.files[location.file]
     try:
         encoder.encode(file.decode(record))
     except BadRecord as error:
         if not can_skip:
-            raise UsageError(f"{file.place(place.block, place.number)}: {error} ({SKIP_HINT})") from error
+            raise UsageError(f"{file.location(location.block, location.number)}: {error} ({SKIP_HINT})") from error
 
 
 def record_length(encoder: Encoder, file: RecordFile, record: Any) -> int:

@@ -99,11 +99,11 @@ class ChatTemplate:
         content = messages[number].get("content")
         if isinstance(content, str) and content.strip():
             marked = dict(messages[number], content=f"{content.rstrip()}{MARK}")
-            place = self._render([*messages[:number], marked, *messages[number + 1 :]], tools).find(MARK)
+            position = self._render([*messages[:number], marked, *messages[number + 1 :]], tools).find(MARK)
             _, found, terminator = self._render([*messages[:number], marked], tools).partition(MARK)
             terminator = terminator.rstrip()
-            if found and place >= 0 and text.startswith(terminator, place):
-                return place + len(terminator)
+            if found and position >= 0 and text.startswith(terminator, position):
+                return position + len(terminator)
         raise BadRecord(
             f"{self.name}: the end of message {number + 1} was not found: mark answers in the template with "
             "{% generation %}"

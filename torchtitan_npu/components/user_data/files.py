@@ -45,7 +45,7 @@ class RecordFile(Protocol):
     def decode(self, raw: Any) -> Record:
         """Return a record, by field. Raise :class:`BadRecord` if it is damaged."""
 
-    def place(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         """Return where the user finds a record: the file, and the number of a line or row."""
 
 
@@ -98,7 +98,7 @@ class DelimitedFile:
             tail = window[-self.margin :]
         return b"".join(rest)
 
-    def place(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         offset, _ = [*self._records(block)][number]
         return f"{self.path}, line {self._line(offset)}"
 
@@ -170,7 +170,7 @@ class TextFile:
         except UnicodeDecodeError as error:
             raise BadRecord(f"not UTF-8 at byte {error.start}") from error
 
-    def place(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         return str(self.path)
 
 
@@ -201,7 +201,7 @@ class ParquetFile:
     def decode(self, raw: Record) -> Record:
         return without_nulls(raw)
 
-    def place(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {self.starts[block] + number}"
 
 
@@ -232,7 +232,7 @@ class DatasetFolder:
     def decode(self, raw: Record) -> Record:
         return without_nulls(raw)
 
-    def place(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {block * DATASET_ROWS + number}"
 
 

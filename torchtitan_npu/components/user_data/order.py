@@ -50,7 +50,7 @@ class Cursor(NamedTuple):
 FIRST = Cursor(0, 0, 0)
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A record's position in the files of a source."""
 
     file: int
@@ -75,17 +75,17 @@ class Source:
             order = f"shuffled by seed {self.seed} in windows of {self.window_bytes >> 20} MiB"
         return f"{self.sizes.sum()} bytes in {len(self.files)} files, {order}"
 
-    def records(self, start: Cursor) -> Iterator[tuple[Cursor, Place, Any]]:
-        """Yield the records from ``start`` on, epoch after epoch; each with its cursor and its place."""
+    def records(self, start: Cursor) -> Iterator[tuple[Cursor, Location, Any]]:
+        """Yield the records from ``start`` on, epoch after epoch; each with its cursor and its location."""
         epoch, first_window, first = start
         found = start != FIRST
         while True:
             windows = self._windows(epoch)
             for window in range(first_window, len(windows)):
                 records = self._window(epoch, window, windows[window], first)
-                for number, (place, record) in enumerate(records, first):
+                for number, (location, record) in enumerate(records, first):
                     found = True
-                    yield Cursor(epoch, window, number), place, record
+                    yield Cursor(epoch, window, number), location, record
                 first = 0
             if not found:
                 raise UsageError(f"{self.name}: contains no documents")
@@ -102,16 +102,16 @@ class Source:
 
     def _window(
         self, epoch: int, window: int, blocks: npt.NDArray[np.int64], first: int
-    ) -> Iterator[tuple[Place, Any]]:
+    ) -> Iterator[tuple[Location, Any]]:
         """Yield the records of a window from number ``first`` on."""
-        places = [self._block(block) for block in blocks.tolist()]
-        contents = [self.files[file].read(block) for file, block in places]
+        locations = [self._block(block) for block in blocks.tolist()]
+        contents = [self.files[file].read(block) for file, block in locations]
         firsts = [0, *accumulate(map(len, contents))]
         total = firsts[-1]
         order = np.arange(total) if self.seed is None else permutation(total, self.seed, epoch, window)
         for number in order[first:].tolist():
             at = bisect_right(firsts, number) - 1
-            yield Place(*places[at], number - firsts[at]), contents[at][number - firsts[at]]
+            yield Location(*locations[at], number - firsts[at]), contents[at][number - firsts[at]]
 
     def _block(self, number: int) -> tuple[int, int]:
         """Return the file of a block, and the number of the block there."""
@@ -129,7 +129,7 @@ class Taken(NamedTuple):
     state: State
     """The position of this record, to resume from."""
     source: int
-    place: Place
+    location: Location
     record: Any
 
 
@@ -169,11 +169,11 @@ class Mixture:
         while True:
             shares = [count / weight for count, weight in zip(taken, self.weights, strict=True)]
             source = shares.index(min(shares))
-            cursor, place, record = following[source]
+            cursor, location, record = following[source]
             if cursor.epoch and not infinite:
                 return
             now = tuple((*item[0], count) for item, count in zip(following, taken, strict=True))
-            yield Taken(now, source, place, record)
+            yield Taken(now, source, location, record)
             if len(self.sources) > 1:
-                taken[source] += self.length(self.sources[source].files[place.file], record)
+                taken[source] += self.length(self.sources[source].files[location.file], record)
             following[source] = next(streams[source])

@@ -13,7 +13,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_npu.components.user_data.documents import Document, Encoder
 from torchtitan_npu.components.user_data.files import BadRecord
-from torchtitan_npu.components.user_data.order import Mixture, Place, State
+from torchtitan_npu.components.user_data.order import Location, Mixture, State
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS
 from torchtitan_npu.log import log_on_first_rank
@@ -21,7 +21,7 @@ from torchtitan_npu.log import log_on_first_rank
 DOCUMENTS_PER_TASK = 32
 """Documents that a worker process tokenizes before the next worker's turn."""
 LOGGED_RECORDS = 5
-"""Skipped records that are logged with their place. Others are only counted."""
+"""Skipped records that are logged with their location. Others are only counted."""
 SKIP_HINT = 'data.bad_records = "skip" counts such records and skips them'
 
 Sample = tuple[dict[str, Tensor], Tensor]
@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
 
     state: State
     source: int
-    place: Place
+    location: Location
     document: Document | None
     reason: str
     """If there is no document, why."""
@@ -48,15 +48,15 @@ class EncodedDocuments(IterableDataset):
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         task: list[Encoded] = []
-        for number, (state, source, place, record) in enumerate(self.mixture.records(self.state, self.infinite)):
+        for number, (state, source, location, record) in enumerate(self.mixture.records(self.state, self.infinite)):
             if number // DOCUMENTS_PER_TASK % workers == turn:
                 document, reason = None, ""
                 try:
-                    file = self.mixture.sources[source].files[place.file]
+                    file = self.mixture.sources[source].files[location.file]
                     document = self.encoder.encode(file.decode(record))
                 except BadRecord as error:
                     reason = str(error)
-                task.append(Encoded(state, source, place, document, reason))
+                task.append(Encoded(state, source, location, document, reason))
             if task and (number + 1) % DOCUMENTS_PER_TASK == 0:
                 yield task
                 task = []
@@ -136,8 +136,8 @@ class PackedRows:
 
     def location(self, encoded: Encoded) -> str:
         """Return where a record is, for the user."""
-        place = encoded.place
-        return self.mixture.sources[encoded.source].files[place.file].place(place.block, place.number)
+        location = encoded.location
+        return self.mixture.sources[encoded.source].files[location.file].location(location.block, location.number)
 
     def skip(self, encoded: Encoded, reason: str) -> None:
         """Count a record that is not used, and log the first ones."""

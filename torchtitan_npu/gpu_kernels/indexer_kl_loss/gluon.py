@@ -29,7 +29,7 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import (
     ROPE,
     SIZE,
     aligned,
-    count_places,
+    count_entries,
     keys_of,
 )
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows
@@ -81,7 +81,7 @@ def distributions(x: IndexerLossInputs, rows: Rows, indices: Tensor, target: Ten
     tokens = rows.first.numel()
     _distributions[(min(tokens, multiprocessors(x.query.device)),)](
         *(queries, query_ropes, index_queries, *keys, x.weights.contiguous()),
-        *(x.softmax_max.contiguous(), x.softmax_sum.contiguous(), indices, *rows, count_places(indices, rows)),
+        *(x.softmax_max.contiguous(), x.softmax_sum.contiguous(), indices, *rows, count_entries(indices, rows)),
         *(target, scores, x.scale_value * LOG2_E.value, tokens),
         *(*queries.stride()[:2], *query_ropes.stride()[:2], *index_queries.stride()[:2]),
         GROUP=x.query.shape[-2],
@@ -106,7 +106,7 @@ def _distributions(
     indices,
     first_key,
     visible_keys,
-    places,
+    entries,
     target,
     scores,
     scale_2,  # for powers of 2
@@ -139,7 +139,7 @@ def _distributions(
     fence_async_shared()
 
     shared = (q, q_index, k, bars)
-    selection = (indices, first_key, visible_keys, places, tokens)
+    selection = (indices, first_key, visible_keys, entries, tokens)
     inputs = (query, query_rope, query_index, key, key_rope, key_index)
     strides = (query_row, query_head, rope_row, rope_head, index_row, index_head)
     of_heads = (softmax_max, softmax_sum, index_weights)
@@ -156,17 +156,17 @@ def _distributions(
 
 
 @gluon.jit
-def _tile(tile, places, tokens):
+def _tile(tile, entries, tokens):
     """Return a tile's row, and its number of key blocks. The last rows come first, because they have the most keys."""
     row = tokens - 1 - tile
-    return row, (gl.load(places + row) + BLOCK_KEYS - 1) // BLOCK_KEYS
+    return row, (gl.load(entries + row) + BLOCK_KEYS - 1) // BLOCK_KEYS
 
 
 @gluon.jit
 def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, INDEX_GROUP: gl.constexpr, TOP_K: gl.constexpr):
     """Copy the queries of each tile, and its selected keys in pieces of 64 columns."""
     q, q_index, k, bars = shared
-    indices, first_key, visible_keys, places, tokens = selection
+    indices, first_key, visible_keys, entries, tokens = selection
     query, query_rope, query_index, key, key_rope, key_index = inputs
     query_row, query_head, rope_row, rope_head, index_row, index_head = strides
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of a row
@@ -176,7 +176,7 @@ def _produce(shared, selection, inputs, strides, GROUP: gl.constexpr, INDEX_GROU
 
     used = 0  # pieces that went through the slots
     for tile in range(gl.program_id(0), tokens, gl.num_programs(0)):
-        row, blocks = _tile(tile, places, tokens)
+        row, blocks = _tile(tile, entries, tokens)
         turn = tile // gl.num_programs(0)
         first, visible = gl.load(first_key + row), gl.load(visible_keys + row)
         of_row = row.to(gl.int64)
@@ -234,7 +234,7 @@ def _consume(
 ):
     """Compute both distributions for half of the keys of each block."""
     q, q_index, k, bars = shared
-    indices, _, visible_keys, places, tokens = selection
+    indices, _, visible_keys, entries, tokens = selection
     softmax_max, softmax_sum, index_weights = of_heads
     target, scores = results
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -245,7 +245,7 @@ def _consume(
 
     used = 0  # pieces of the tiles and blocks before
     for tile in range(gl.program_id(0), tokens, gl.num_programs(0)):
-        row, blocks = _tile(tile, places, tokens)
+        row, blocks = _tile(tile, entries, tokens)
         turn = tile // gl.num_programs(0)
         of_row = row.to(gl.int64)
         selected = indices + of_row * TOP_K

@@ -22,7 +22,7 @@ Distributions = Callable[[IndexerLossInputs, Rows, Tensor, Tensor, Tensor], None
 def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients and the loss as the reference does, with two numbers of memory per selected key.
 
-    An index that is not a key of its row is ignored, at any place: a check would synchronise with the device.
+    An index that is not a key of its row is ignored, at any entry: a check would synchronise with the device.
     """
     return loss(IndexerLossInputs(**arguments), distributions, gradients)
 
@@ -52,7 +52,7 @@ def loss(
 def distributions(x: IndexerLossInputs, rows: Rows, indices: Tensor, target: Tensor, scores: Tensor) -> None:
     """Write attention's softmax, summed over the heads, to ``target``, and the indexer's scores to ``scores``.
 
-    ``indices``, ``target`` and ``scores`` are (..., 1, K) and contiguous. Places without a key are not written.
+    ``indices``, ``target`` and ``scores`` are (..., 1, K) and contiguous. Entries without a key are not written.
     """
     tokens, top_k = rows.first.numel(), indices.shape[-1]
     queries = by_token(x.query)
@@ -144,8 +144,8 @@ def _distributions(
     Keys are the rows of every product and heads its columns, so that most of the sum over heads stays in a thread.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    place = tl.program_id(0) % blocks * KEYS + tl.arange(0, KEYS)
-    keys, there = keys_at(indices + row * TOP_K, place, TOP_K, tl.load(first + row), tl.load(visible + row), 0, 1)
+    entry = tl.program_id(0) % blocks * KEYS + tl.arange(0, KEYS)
+    keys, there = keys_at(indices + row * TOP_K, entry, TOP_K, tl.load(first + row), tl.load(visible + row), 0, 1)
     if tl.max(there.to(tl.int32), 0) > 0:
         token = keys.to(tl.int64)
         mass = tl.zeros((KEYS,), tl.float32)
@@ -165,7 +165,7 @@ def _distributions(
             total = tl.load(softmax_sum + at, mask=head < HEADS, other=1.0)
             p = tl.exp(logits * scale - maximum[None, :]) / total[None, :]
             mass += tl.sum(tl.where((head < HEADS)[None, :], p, 0.0), 1)
-        tl.store(target + row * TOP_K + place, mass, mask=there)
+        tl.store(target + row * TOP_K + entry, mass, mask=there)
 
         head = tl.arange(0, INDEX_HEAD_BLOCK)
         at = row * INDEX_HEADS + head
@@ -173,7 +173,7 @@ def _distributions(
         q = tile(query_index, at * INDEX_SIZE, head < INDEX_HEADS, 0, INDEX_SIZE, INDEX_SIZE_BLOCK)
         w = tl.load(weights + at, mask=head < INDEX_HEADS, other=0.0).to(tl.float32)
         relu = tl.maximum(tl.dot(k, tl.trans(q), input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(scores + row * TOP_K + place, tl.sum(relu * w[None, :], 1), mask=there)
+        tl.store(scores + row * TOP_K + entry, tl.sum(relu * w[None, :], 1), mask=there)
 
 
 @triton.jit

@@ -323,9 +323,9 @@ def _consume(
 
                 relu = gl.maximum(logits, 0.0, propagate_nan=RELU_NAN)
                 total = _sums_of_rows(relu * w[None, :], HEAD_BLOCK)
-                place = (start + block * BLOCK_KEYS + in_block)[:, None] - begins[None, :]
-                seen = (place >= 0) & (place < counts[None, :])
-                gl.store(scores + (target[None, :] + place), total, mask=seen)
+                entry = (start + block * BLOCK_KEYS + in_block)[:, None] - begins[None, :]
+                seen = (entry >= 0) & (entry < counts[None, :])
+                gl.store(scores + (target[None, :] + entry), total, mask=seen)
             unit += blocks
         row_block += gl.where(unit >= gl.load(ends + row_block), 1, 0)
 

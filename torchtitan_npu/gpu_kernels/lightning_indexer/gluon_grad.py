@@ -5,10 +5,11 @@ even steps in slot 0, odd steps in slot 1. One warp group copies them, their ind
 The other one multiplies, and adds the products to the keys' gradients by atomic additions. Two programs share a
 multiprocessor, so that one multiplies while the other adds: 512 bytes for each selected key, the most expensive part.
 
-In blocks of places with the same keys, which are *common*, the gradients of both rows are summed before they are added.
-Another kernel counts these blocks before, for up to :data:`WORKSPACE` places at a time. If it makes more blocks common,
-it copies the selections of both rows, with the keys that both selected first, in the same order. Rows that select all
-keys they see have them at the same places already.
+Where two neighbouring rows selected the same 64 keys, a *common* block, their key gradients are summed in registers
+and added by one atomic addition.
+Another kernel counts these blocks before, for up to :data:`WORKSPACE` entries at a time. If it makes more blocks
+common, it copies the selections of both rows, with the keys that both selected first, in the same order. Rows that
+select all keys they see have them at the same entries already.
 
 The gradient of a logit is that of the score times the weight of the head, or 0. Products take it without the weight:
 its factor is in the queries for the keys' gradients, and is multiplied last for those of the queries. So a query times
@@ -33,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchtitan_npu.gpu_kernels.launch import blocks_in, part_of, uninitialized
 from torchtitan_npu.gpu_kernels.lightning_indexer import triton_grad
-from torchtitan_npu.gpu_kernels.lightning_indexer.gluon_pairs import KEYS, MOST_PLACES, load_rows, plan_pairs
+from torchtitan_npu.gpu_kernels.lightning_indexer.gluon_pairs import KEYS, MOST_ENTRIES, load_rows, plan_pairs
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import aligned
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_tiles import check_size
@@ -46,7 +47,7 @@ REGISTERS = {"PRODUCER_REGISTERS": 24, "maxnreg": 128}
 With 128, two programs share a multiprocessor, if each has at most 115712 bytes of shared memory.
 """
 WORKSPACE = 2**25
-"""Places that are copied at once: 192 MiB.
+"""Entries that are copied at once: 192 MiB.
 
 Each launch ends with idle multiprocessors. With half of this size, they cost more than the copies save for random
 selections of 32768 tokens.
@@ -67,7 +68,7 @@ def gradients(
     """Return the gradients as the Triton function does, for half precision, at most 64 heads of 128, and one key head.
 
     Before a product, ``d_scores`` and the queries times their weights are rounded to the dtype of ``query``. All sums
-    are in float32, in any order. The number of places is even.
+    are in float32, in any order. The number of entries is even.
     """
     check_size(key, None)
     # rounded here, because the kernel would spill registers with float32
@@ -78,8 +79,8 @@ def gradients(
     k = aligned(k)
     dy = dy if dy.data_ptr() % 16 == 0 else dy.clone()  # otherwise Triton would copy single elements of 2 bytes
     tokens, top_k = rows.first.numel(), indices.shape[-1]
-    # rows that see at most top_k keys have them at the same places already
-    may_copy = top_k < key.shape[-3] and top_k <= MOST_PLACES
+    # rows that see at most top_k keys have them at the same entries already
+    may_copy = top_k < key.shape[-3] and top_k <= MOST_ENTRIES
     # a multiple of 16 rows: pairs stay together, and pointers aligned
     step = max(16, WORKSPACE // top_k // 16 * 16) if may_copy else max(1, tokens)
     held = min(step, tokens)
@@ -151,9 +152,9 @@ def _gradients(
     if gl.load(of_pair + 3) > 0:
         indices = copied_indices
         d_scores = copied_d_scores
-    places = row_0.to(gl.int64) * TOP_K
-    selected_0 = (indices + places, d_scores + places, first_0, visible_0)
-    selected_1 = (indices + (places - TOP_K), d_scores + (places - TOP_K), first_1, visible_1)
+    entries = row_0.to(gl.int64) * TOP_K
+    selected_0 = (indices + entries, d_scores + entries, first_0, visible_0)
+    selected_1 = (indices + (entries - TOP_K), d_scores + (entries - TOP_K), first_1, visible_1)
 
     shared = (q, wq, k, d_logits, index, dy, bars)
     inputs = (query, weights, row_0)
@@ -170,7 +171,7 @@ def _gradients(
 
 @gluon.jit
 def _keys_of_block(selected, block, in_block, TOP_K: gl.constexpr):
-    """Return the keys of a block in their document, and which places hold a key."""
+    """Return the keys of a block in their document, and which entries hold a key."""
     indices, _, _, visible = selected
     index = _load(indices, block, in_block, -1, TOP_K)
     return index, (index >= 0) & (index < visible)
@@ -178,7 +179,7 @@ def _keys_of_block(selected, block, in_block, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _load(of_row, block, in_block, other, TOP_K: gl.constexpr):
-    """Load values of a block's places, or ``other`` after the last place."""
+    """Load values of a block's entries, or ``other`` after the last place."""
     if TOP_K % KEYS == 0:
         return gl.load(of_row + block * KEYS + in_block)
     else:
@@ -200,14 +201,14 @@ def _copy_blocks(shared, selected, key, first_step, start, end, TOP_K: gl.conste
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # a thread copies 16 bytes of a row
     in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))[None, :]
-    places = gl.arange(0, KEYS, layout=gl.BlockedLayout([2], [32], [4], [0]))  # a thread copies at least 4 bytes
+    entries = gl.arange(0, KEYS, layout=gl.BlockedLayout([2], [32], [4], [0]))  # a thread copies at least 4 bytes
     for block in range(start, end):
         step = first_step + (block - start)
         at_key, there = _keys_of_block(selected, block, in_block, TOP_K)
         mbarrier.wait(bars.index(FREE + step % 2), ((step // 2) & 1) ^ 1)
         keys = key + selected[2] * SIZE + (at_key[:, None] * SIZE + columns)
         async_copy.async_copy_global_to_shared(k.index(step % 2), keys, there[:, None])
-        at = block * KEYS + places
+        at = block * KEYS + entries
         async_copy.async_copy_global_to_shared(index.index(step % 2), selected[0] + at, at < TOP_K)
         async_copy.async_copy_global_to_shared(dy.index(step % 2), selected[1] + at, at < TOP_K)
         async_copy.mbarrier_arrive(bars.index(FULL + step % 2), increment_count=False)
@@ -283,7 +284,7 @@ def _load_queries(query, weights, row, blocks, q, wq, GROUP: gl.constexpr):
 
 @gluon.jit
 def _d_scores_of_row_1(selected, block, TOP_K: gl.constexpr):
-    """Load the gradients of row 1's scores in a common block, 0 at places without a key.
+    """Load the gradients of row 1's scores in a common block, 0 at entries without a key.
 
     The slot of a common block has only those of row 0.
     """
@@ -295,7 +296,7 @@ def _d_scores_of_row_1(selected, block, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _d_scores_in_slot(shared, step, selected, block, TOP_K: gl.constexpr):
-    """Return the gradients of a block's scores in the slot of ``step``, 0 at places without a key."""
+    """Return the gradients of a block's scores in the slot of ``step``, 0 at entries without a key."""
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     there = _keys_in_slot(shared, step, selected, block, gl.SliceLayout(1, narrow), TOP_K)[1]
     return gl.where(there, shared[5].index(step % 2).load(gl.SliceLayout(1, narrow)).to(gl.float32), 0.0)
@@ -303,7 +304,7 @@ def _d_scores_in_slot(shared, step, selected, block, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _keys_in_slot(shared, step, selected, block, layout: gl.constexpr, TOP_K: gl.constexpr):
-    """Return the keys in the slot of ``step``, and which places of the block hold a key."""
+    """Return the keys in the slot of ``step``, and which entries of the block hold a key."""
     index = shared[4].index(step % 2).load(layout)
     there = (index >= 0) & (index < selected[3])
     if TOP_K % KEYS:

@@ -1,6 +1,6 @@
 """Pairs of neighbouring rows, whose gradients a kernel sums before it adds them to those of the keys.
 
-Blocks of places at which both rows have the same keys are *common*. A kernel counts them, and makes more blocks common
+Blocks of entries at which both rows have the same keys are *common*. A kernel counts them, and makes more blocks common
 by another order of the keys.
 """
 
@@ -15,9 +15,9 @@ from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows
 
 KEYS = gl.constexpr(64)  # of a block
-PLACES = gl.constexpr(2048)  # that are compared at once
-MOST_PLACES = 4096
-"""The most places of a row that are copied. A program holds those of two rows in registers."""
+ENTRIES = gl.constexpr(2048)  # that are compared at once
+MOST_ENTRIES = 4096
+"""The most entries of a row that are copied. A program holds those of two rows in registers."""
 PLAN = {"num_warps": 8, "maxnreg": 64}
 """Launch options of the kernel that plans and copies."""
 
@@ -29,14 +29,14 @@ def plan_pairs(
     plan: Tensor,
     copies: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Count the blocks of each pair of rows, and copy its places, (..., K), if more blocks are common in the copy.
+    """Count the blocks of each pair of rows, and copy its entries, (..., K), if more blocks are common in the copy.
 
     A pair is the last two rows, the two before them, and so on. Its row of ``plan`` has the number of common blocks,
     the number of blocks of the last row and of the row before, and 1 if it is copied to ``copies``.
 
     In the copy, first come the keys that the other row of the pair selected too, in ascending order, and then the
-    remaining places. A pair keeps its order if it is of two documents, or if a row has a key twice, keys that do not
-    ascend, or a key after a place without one.
+    remaining entries. A pair keeps its order if it is of two documents, or if a row has a key twice, keys that do not
+    ascend, or a key after an entry without one.
     """
     tokens, top_k = rows.first.numel(), indices.shape[-1]
     _plan_pairs[(blocks_in(tokens, 2),)](
@@ -63,7 +63,7 @@ def _plan_pairs(
     WARPS: gl.constexpr,
 ):
     """Plan a pair: row 0, and row 1, which is the row before it. With BLOCK = 0, nothing is copied."""
-    # Lanes have adjacent places. So they search near each other, in few lines of the cache.
+    # Lanes have adjacent entries. So they search near each other, in few lines of the cache.
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row_0 = tokens - 1 - 2 * gl.program_id(0)
     first_0, visible_0, first_1, visible_1 = load_rows(first_key, visible_keys, row_0)
@@ -84,13 +84,13 @@ def _plan_pairs(
             keys_1, in_order_1 = _keys_in_order(indices_1, at, end_1)
             in_1 = _search(keys_0, indices_1, end_1)
             shared_0 = gl.load(indices_1 + in_1, mask=(at < end_0) & (in_1 < end_1), other=-2) == keys_0
-            # The place of each shared key in row 0 is stored at its place in row 1, in memory for the copy. Other
-            # places hold any value there: so keys are compared.
+            # The entry of each shared key in row 0 is stored at its entry in row 1, in memory for the copy. Other
+            # entries hold any value there: so keys are compared.
             gl.store(to_indices + offset_1 + in_1, at, mask=shared_0)
             debug_barrier()
             in_0 = gl.load(to_indices + offset_1 + at, mask=at < end_1, other=-1)
             shared_1 = gl.load(indices_0 + in_0, mask=(in_0 >= 0) & (in_0 < end_0), other=-2) == keys_1
-            # The number of shared keys, or more than any if a row is not in order. It needs all places of row 1, so
+            # The number of shared keys, or more than any if a row is not in order. It needs all entries of row 1, so
             # they are read before the copy overwrites them.
             count = gl.sum(gl.where(in_order_0 & in_order_1, gl.where(shared_1, 1, 0), 2**16), 0)
             more = gl.where(count == end_1, blocks_1, count // KEYS)
@@ -101,8 +101,8 @@ def _plan_pairs(
                 adjacent: gl.constexpr = gl.BlockedLayout([BLOCK // (32 * WARPS)], [32], [WARPS], [0])
                 up_to = gl.associative_scan(gl.convert_layout(shared, adjacent), 0, _sum)
                 up_to = gl.convert_layout(up_to, layout)
-                to_0 = _new_place(at, shared_0, up_to & (2**16 - 1), count)
-                to_1 = _new_place(at, shared_1, up_to >> 16, count)
+                to_0 = _new_entry(at, shared_0, up_to & (2**16 - 1), count)
+                to_1 = _new_entry(at, shared_1, up_to >> 16, count)
                 inside = at < TOP_K
                 gl.store(to_indices + offset_0 + to_0, keys_0, mask=inside)
                 gl.store(to_indices + offset_1 + to_1, keys_1, mask=inside)
@@ -127,16 +127,16 @@ def load_rows(first_key, visible_keys, row_0):
 
 @gluon.jit
 def _compare(indices_0, indices_1, visible_0, visible_1, row_0, TOP_K: gl.constexpr, WARPS: gl.constexpr):
-    """Return the places of each row up to its last key, and the places from the first difference to the end of the row.
+    """Return the entries of each row up to its last key, and those from the first difference to the end of the row.
 
-    Places differ if row 1 has a key and row 0 has none or another one.
+    Entries differ if row 1 has a key and row 0 has none or another one.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     end_0 = 0
     end_1 = 0
     differs = 0
-    for start in range(0, TOP_K, PLACES):
-        at = start + gl.arange(0, PLACES, layout=layout)
+    for start in range(0, TOP_K, ENTRIES):
+        at = start + gl.arange(0, ENTRIES, layout=layout)
         keys_0 = gl.load(indices_0 + at, mask=at < TOP_K, other=-1)
         keys_1 = gl.load(indices_1 + at, mask=(at < TOP_K) & (row_0 > 0), other=-1)
         there_0 = (keys_0 >= 0) & (keys_0 < visible_0)
@@ -157,7 +157,7 @@ def _maxima(a_0, a_1, a_2, b_0, b_1, b_2):
 
 @gluon.jit
 def _keys_in_order(indices, at, end):
-    """Return the keys of a row up to its last one, then -1, and which are above the key at the place before."""
+    """Return the keys of a row up to its last one, then -1, and which are above the key at the entry before."""
     keys = gl.load(indices + at, mask=at < end, other=-1)
     before = gl.load(indices + (at - 1), mask=(at > 0) & (at < end), other=-1)
     return keys, (at == 0) | (at >= end) | ((before >= 0) & (before < keys))
@@ -165,23 +165,23 @@ def _keys_in_order(indices, at, end):
 
 @gluon.jit
 def _search(keys, other_row, count):
-    """Return the places of ``keys`` among the first ``count`` keys of another row, which ascend, by bisection.
+    """Return the entries of ``keys`` among the first ``count`` keys of another row, which ascend, by bisection.
 
-    Another key is at the place if the row does not have it.
+    Another key is at the entry if the row does not have it.
     """
-    place = keys * 0
+    entry = keys * 0
     remaining = count
     while remaining > 1:
         half = remaining // 2
-        before = gl.load(other_row + (half - 1) + place)
-        place += gl.where(before < keys, half, 0)
+        before = gl.load(other_row + (half - 1) + entry)
+        entry += gl.where(before < keys, half, 0)
         remaining -= half
-    return place
+    return entry
 
 
 @gluon.jit
-def _new_place(at, shared, up_to, count):
-    """Return the new places, given the number of shared keys up to each place, and that of all."""
+def _new_entry(at, shared, up_to, count):
+    """Return the new entries, given the number of shared keys up to each entry, and that of all."""
     return gl.where(shared, up_to - 1, count + at - up_to)
 
 

@@ -1,7 +1,7 @@
-"""Exact top-k of rows of different lengths, in Gluon: the places of the highest values, in ascending order.
+"""Exact top-k of rows of different lengths, in Gluon: the entries of the highest values, in ascending order.
 
 A program holds a segment of a row in registers, adjacent values in each warp, and searches the lowest value to take. It
-needs fewer rounds than the bisection in Triton. Then it reads the values again, and writes the places of those taken:
+needs fewer rounds than the bisection in Triton. Then it reads the values again, and writes the entries of those taken:
 their ranks within a warp need no barrier, and no layout has to be converted for the stores.
 """
 
@@ -23,9 +23,9 @@ NOTHING = gl.constexpr(-(2**31))  # the order of no value: below that of all
 HIGHEST = gl.constexpr(2**31 - 1)  # of NaN
 
 
-def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None, most: int) -> None:
-    """Write the places of the highest values as the function of the same name in Triton does."""
-    count = places.numel() // (held.numel() * heads)
+def select_top_k(values: Tensor, held: Tensor, heads: int, entries: Tensor, best: Tensor | None, most: int) -> None:
+    """Write the entries of the highest values as the function of the same name in Triton does."""
+    count = entries.numel() // (held.numel() * heads)
 
     def launch(values: Tensor, source: Tensor | None, to: Results, segments: int, block: int) -> None:
         block = max(STEP, block)
@@ -42,7 +42,7 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best:
             maxnreg=next(registers for size, registers in REGISTERS.items() if block <= size),
         )
 
-    select_in_rounds(values, places.view(-1, count), best, most, SEGMENT, launch)
+    select_in_rounds(values, entries.view(-1, count), best, most, SEGMENT, launch)
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def _select(
     values,
     source,
     held,
-    to_places,
+    to_entries,
     to_best,
     width,
     heads,
@@ -64,7 +64,7 @@ def _select(
 ):
     """Select from one segment of one row.
 
-    ``source`` holds the place of each value in the original row, -1 for none. It is None in the first round.
+    ``source`` holds the entry of each value in the original row, -1 for none. It is None in the first round.
     """
     row = (gl.program_id(0) // segments).to(gl.int64)
     segment = gl.program_id(0) % segments
@@ -73,7 +73,7 @@ def _select(
     if source is not None:
         source += row * width + start
     out = (row * segments + segment) * COUNT
-    to_places += out
+    to_entries += out
     if to_best is not None:
         to_best += out
     slot = gl.arange(0, SLOTS, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
@@ -82,7 +82,7 @@ def _select(
     if source is None:
         end = gl.minimum(gl.maximum(gl.load(held + row // heads) - start, 0), end)
     if (source is None) and (end <= COUNT):
-        gl.store(to_places + slot, gl.where(slot < end, start + slot, -1), mask=slot < COUNT)
+        gl.store(to_entries + slot, gl.where(slot < end, start + slot, -1), mask=slot < COUNT)
         if to_best is not None:
             best = gl.load(values + slot, mask=slot < end, other=float("-inf"))
             gl.store(to_best + slot, best.to(to_best.dtype.element_ty), mask=slot < COUNT)
@@ -99,13 +99,13 @@ def _select(
             chosen = (order > low) | ((order == low) & (offset < cut))
             flags = chosen.to(gl.int32)
             position = before[:, None] + gl.associative_scan(flags, 1, _add) - 1
-            place = start + offset if source is None else gl.load(source + offset, mask=chosen, other=-1)
-            gl.store(to_places + position, place, mask=chosen)
+            entry = start + offset if source is None else gl.load(source + offset, mask=chosen, other=-1)
+            gl.store(to_entries + position, entry, mask=chosen)
             if to_best is not None:
                 gl.store(to_best + position, _float_of(order).to(to_best.dtype.element_ty), mask=chosen)
             before += gl.sum(flags, 1)
         rest = (slot >= total) & (slot < COUNT)
-        gl.store(to_places + slot, gl.full([SLOTS], -1, gl.int32, slot.type.layout), mask=rest)
+        gl.store(to_entries + slot, gl.full([SLOTS], -1, gl.int32, slot.type.layout), mask=rest)
         if to_best is not None:
             nothing = gl.full([SLOTS], float("-inf"), gl.float32, slot.type.layout)
             gl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=rest)

@@ -23,7 +23,7 @@ Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], tuple[Tenso
 def npu_lightning_indexer_grad(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as the reference does.
 
-    An index that is not a key of its row is ignored, at any place. The reference raises for -1 before a key; a check
+    An index that is not a key of its row is ignored, at any entry. The reference raises for -1 before a key; a check
     here would synchronise with the device.
     """
     return of_operator(gradients, **arguments)
@@ -66,8 +66,8 @@ def gradients(
     in_order = torch.are_deterministic_algorithms_enabled()
     per_row = key_heads * top_k * size
     step = max(1, WORKSPACE // per_row) if in_order else tokens
-    places = (min(step, tokens), key_heads, top_k, size)
-    contributions = uninitialized(places, d_key.dtype, d_key.device) if in_order else d_key
+    entries = (min(step, tokens), key_heads, top_k, size)
+    contributions = uninitialized(entries, d_key.dtype, d_key.device) if in_order else d_key
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
         _gradients[(part[2], key_heads)](
@@ -127,7 +127,7 @@ def _gradients(
 ):
     """Process all selected keys of one row and key head.
 
-    ``d_key`` is the gradient to add to; with IN_ORDER, it takes the contribution of each place instead.
+    ``d_key`` is the gradient to add to; with IN_ORDER, it takes the contribution of each entry instead.
     """
     key_head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64)
@@ -147,9 +147,9 @@ def _gradients(
     dq = tl.zeros((HEAD_BLOCK, SIZE_BLOCK), tl.float32)
     dw = tl.zeros((KEYS, HEAD_BLOCK), tl.float32)
     for start in range(0, end, KEYS):
-        place = start + tl.arange(0, KEYS)
-        keys, there = keys_at(indices, place, TOP_K, begin, seen, key_head, KEY_HEADS)
-        dy = tl.load(d_scores + place, mask=there, other=0.0).to(tl.float32)
+        entry = start + tl.arange(0, KEYS)
+        keys, there = keys_at(indices, entry, TOP_K, begin, seen, key_head, KEY_HEADS)
+        dy = tl.load(d_scores + entry, mask=there, other=0.0).to(tl.float32)
         at_key = keys.to(tl.int64)[:, None] * SIZE + d[None, :]
         held = there[:, None] & (d < SIZE)[None, :]
         k = tl.load(key + at_key, mask=held, other=0.0)
@@ -160,7 +160,7 @@ def _gradients(
         dq = tl.dot(tl.trans(d_logits), k, dq, input_precision="ieee")
         dk = tl.dot(d_logits, q, input_precision="ieee")
         if IN_ORDER:
-            tl.store(d_key + (base * TOP_K + place)[:, None] * SIZE + d[None, :], dk, mask=held)
+            tl.store(d_key + (base * TOP_K + entry)[:, None] * SIZE + d[None, :], dk, mask=held)
         else:
             tl.atomic_add(d_key + at_key, dk, mask=held, sem="relaxed")
     tl.store(d_query + at_query, dq.to(d_query.dtype.element_ty), mask=real)

@@ -1,4 +1,4 @@
-"""Exact top-k of rows of different lengths, in Triton: the places of the highest values, in ascending order."""
+"""Exact top-k of rows of different lengths, in Triton: the entries of the highest values, in ascending order."""
 
 from collections.abc import Callable
 
@@ -14,19 +14,19 @@ from torchtitan_npu.gpu_kernels.registry import SEGMENT
 WARP_VALUES = 1024
 """Values per warp: 32 per thread."""
 Results = tuple[Tensor, Tensor | None]
-"""The tensors for the selected places and their values."""
+"""The tensors for the selected entries and their values."""
 Launch = Callable[[Tensor, Tensor | None, Results, int, int], None]
 
 
-def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best: Tensor | None, most: int) -> None:
-    """Write the places of the highest values of each row to ``places`` (rows · heads, count) int32, ascending, then -1.
+def select_top_k(values: Tensor, held: Tensor, heads: int, entries: Tensor, best: Tensor | None, most: int) -> None:
+    """Write the indices of each row's highest values to ``entries`` (rows · heads, count) int32, in order, then -1.
 
     ``values`` (rows · heads or more, width) float32; row r has ``held[r // heads]`` of them, ``held`` (rows,) int32, at
-    most ``most``. ``best``, if given, gets the values, then -inf. Among equal values the lower place is preferred. A
+    most ``most``. ``best``, if given, gets the values, then -inf. Among equal values the lower entry is preferred. A
     NaN is above all values, as in ``torch.sort``. A row with no more than ``count`` values is taken entirely, read only
     for ``best``.
     """
-    count = places.numel() // (held.numel() * heads)
+    count = entries.numel() // (held.numel() * heads)
 
     def launch(values: Tensor, source: Tensor | None, to: Results, segments: int, block: int) -> None:
         _select[(held.numel() * heads, segments)](
@@ -37,29 +37,29 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, places: Tensor, best:
             num_warps=min(32, max(4, block // WARP_VALUES)),
         )
 
-    select_in_rounds(values, places.view(-1, count), best, most, SEGMENT, launch)
+    select_in_rounds(values, entries.view(-1, count), best, most, SEGMENT, launch)
 
 
 def select_in_rounds(
-    values: Tensor, places: Tensor, best: Tensor | None, most: int, segment: int, launch: Launch
+    values: Tensor, entries: Tensor, best: Tensor | None, most: int, segment: int, launch: Launch
 ) -> None:
     """Select from each ``segment`` of a row, then from what was selected, until one segment is left.
 
-    ``launch`` gets the values, their places in the row (None in the first round), the tensors for the results, the
+    ``launch`` gets the values, their entries in the row (None in the first round), the tensors for the results, the
     number of segments and the size of a segment.
     """
-    rows, count = places.shape
+    rows, count = entries.shape
     source: Tensor | None = None
     while True:
         segments = blocks_in(most, segment)
         block = power_of_2(min(most, segment))
         if segments == 1:
-            launch(values, source, (places, best), segments, block)
+            launch(values, source, (entries, best), segments, block)
             return
-        to_places = torch.empty(rows, segments * count, dtype=torch.int32, device=values.device)
-        to_best = uninitialized(to_places.shape, torch.float32, values.device)
-        launch(values, source, (to_places, to_best), segments, block)
-        values, source, most = to_best, to_places, segments * count
+        to_entries = torch.empty(rows, segments * count, dtype=torch.int32, device=values.device)
+        to_best = uninitialized(to_entries.shape, torch.float32, values.device)
+        launch(values, source, (to_entries, to_best), segments, block)
+        values, source, most = to_best, to_entries, segments * count
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _select(
     values,
     source,
     held,
-    to_places,
+    to_entries,
     to_best,
     width,
     heads,
@@ -77,14 +77,14 @@ def _select(
 ):
     """Select from one segment of one row.
 
-    ``source`` holds the place of each value in the original row, -1 for none. It is None in the first round.
+    ``source`` holds the entry of each value in the original row, -1 for none. It is None in the first round.
     """
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     start = segment * BLOCK
     values += row * width + start
     out = (row * tl.num_programs(1) + segment) * COUNT
-    to_places += out
+    to_entries += out
     if to_best is not None:
         to_best += out
     slot = tl.arange(0, SLOTS)
@@ -92,15 +92,15 @@ def _select(
 
     if source is None:
         count = tl.minimum(tl.maximum(tl.load(held + row // heads) - start, 0), BLOCK)
-        place = start + offset
+        entry = start + offset
         valid = offset < count
     else:
-        place = tl.load(source + row * width + start + offset, mask=start + offset < width, other=-1)
-        valid = place >= 0
+        entry = tl.load(source + row * width + start + offset, mask=start + offset < width, other=-1)
+        valid = entry >= 0
         count = tl.sum(valid.to(tl.int32), 0)
 
     if (source is None) and (count <= COUNT):
-        tl.store(to_places + slot, tl.where(slot < count, start + slot, -1), mask=slot < COUNT)
+        tl.store(to_entries + slot, tl.where(slot < count, start + slot, -1), mask=slot < COUNT)
         if to_best is not None:
             best = tl.load(values + slot, mask=slot < count, other=float("-inf"))
             tl.store(to_best + slot, best.to(to_best.dtype.element_ty), mask=slot < COUNT)
@@ -126,10 +126,10 @@ def _select(
         wanted = COUNT - tl.sum(above.to(tl.int32), 0)
         taken = above | (equal & (equal_rank <= wanted))
         position = above_rank + tl.minimum(equal_rank, wanted) - 1
-        tl.store(to_places + position, place, mask=taken)
+        tl.store(to_entries + position, entry, mask=taken)
         total = tl.minimum(count, COUNT)
         rest = (slot >= total) & (slot < COUNT)
-        tl.store(to_places + slot, tl.full((SLOTS,), -1, tl.int32), mask=rest)
+        tl.store(to_entries + slot, tl.full((SLOTS,), -1, tl.int32), mask=rest)
         if to_best is not None:
             tl.store(to_best + position, value.to(to_best.dtype.element_ty), mask=taken)
             nothing = tl.full((SLOTS,), float("-inf"), tl.float32)

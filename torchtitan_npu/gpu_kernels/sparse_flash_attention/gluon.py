@@ -4,7 +4,7 @@ A tile is 64 heads of a query row, or of a block of neighbouring rows with fewer
 in two slots of shared memory: even blocks in slot 0, odd blocks in slot 1. A third warp group gathers the keys by
 asynchronous copies. Consumer ``w``, 0 or 1, computes the scores and the softmax of the blocks in slot ``w``, and
 accumulates half ``w`` of the 512 columns of the output over all blocks. Both consumers therefore need the exponentials
-of every block, and pass them on in shared memory, in the place of the block's rope. The steps of a consumer for its
+of every block, and pass them on in shared memory, in the entry of the block's rope. The steps of a consumer for its
 block ``k``:
 
 1. Start the product of the queries with half ``w`` of the keys, its own half, which is refilled first.
@@ -61,8 +61,8 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import (
     new_barrier,
     new_barriers,
     new_tile_queue,
-    place_of_statistics,
-    places_of_heads,
+    offset_of_statistics,
+    offsets_of_heads,
     put_tile,
     take_tile,
     tile_of_heads,
@@ -152,7 +152,7 @@ def _attend(
     indices,
     first_key,
     visible_keys,
-    places,
+    entries,
     chosen,
     out,
     softmax_max,
@@ -197,7 +197,7 @@ def _attend(
     shared = (q, q_rope, k, k_rope, origins, sums, ones)
     bars = (own_full, rest_full, own_free, rest_free, published, statistics, query_full, query_free)
     results = (out, softmax_max, softmax_sum)
-    selection = (indices, visible_keys, places, tokens)
+    selection = (indices, visible_keys, entries, tokens)
     inputs = (query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head)
     gl.warp_specialize(
         [
@@ -217,9 +217,9 @@ def _attend(
 
 
 @gluon.jit
-def _tile(tile, places, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
-    """Return a tile as :func:`tile_of_heads` does, but with one block of places without keys if the row has no key."""
-    row, key_head, first_head, without_gap, blocks = tile_of_heads(tile, places, 0, tokens, tokens, GROUP, KEY_HEADS)
+def _tile(tile, entries, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
+    """Return a tile as :func:`tile_of_heads` does, but with one block of entries without keys if the row has no key."""
+    row, key_head, first_head, without_gap, blocks = tile_of_heads(tile, entries, 0, tokens, tokens, GROUP, KEY_HEADS)
     return row, key_head, first_head, without_gap, gl.maximum(blocks, 1)
 
 
@@ -236,10 +236,10 @@ def _produce(
     TOP_K: gl.constexpr,
     QUERIES: gl.constexpr,
 ):
-    """Copy the queries of each tile, and its selected keys block by block, zero where a place holds no key."""
+    """Copy the queries of each tile, and its selected keys block by block, zero where an entry holds no key."""
     q, q_rope = shared[:2]
     query_full, query_free = bars[6:]
-    indices, visible_keys, places, tokens = selection
+    indices, visible_keys, entries, tokens = selection
     query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head = inputs
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # a thread copies 16 bytes of 4 rows
@@ -253,7 +253,7 @@ def _produce(
     tile = gl.program_id(0)
     while tile < tokens * KEY_HEADS * head_blocks:
         following = take_tile(counter)
-        row, key_head, first_head, _, blocks = _tile(tile, places, tokens, GROUP, KEY_HEADS)
+        row, key_head, first_head, _, blocks = _tile(tile, entries, tokens, GROUP, KEY_HEADS)
         first, visible = gl.load(first_key + row), gl.load(visible_keys + row)
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
@@ -262,8 +262,8 @@ def _produce(
         mbarrier.wait(query_free, (turn & 1) ^ 1)
         head = (key_head * GROUP + first_head).to(gl.int64)
         heads = head + in_block  # 64 bits: times a stride it may be large
-        queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
-        at_rope = places_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
+        queries = query + (offsets_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
+        at_rope = offsets_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
         ropes = query_rope + (at_rope + rope_columns)
         real = (first_head + in_block < GROUP)[:, None]
         async_copy.async_copy_global_to_shared(q.index(0), queries, real)
@@ -326,7 +326,7 @@ def _consume(
     sums = shared[5]
     rest_free = bars[3]
     statistics, query_full, query_free = bars[5:]
-    indices, visible_keys, places, tokens = selection
+    indices, visible_keys, entries, tokens = selection
     out, softmax_max, softmax_sum = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -338,7 +338,7 @@ def _consume(
     turn = 0
     tile = gl.program_id(0)
     while tile < tokens * KEY_HEADS * head_blocks:
-        row, key_head, first_head, without_gap, blocks = _tile(tile, places, tokens, GROUP, KEY_HEADS)
+        row, key_head, first_head, without_gap, blocks = _tile(tile, entries, tokens, GROUP, KEY_HEADS)
         of_row = row.to(gl.int64)
         selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
         visible, bits = gl.load(visible_keys + row), chosen + of_row * TOP_K
@@ -390,7 +390,7 @@ def _consume(
         gl.store(out + heads * SIZE + ((at * SIZE)[:, None] + columns[None, :]), average, mask=(at < GROUP)[:, None])
         if W == 0:
             at = first_head + gl.arange(0, BLOCK_HEADS, layout=per_head)
-            first_statistic = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
+            first_statistic = offset_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS)
             origin_of_head = gl.convert_layout(gl.max(origin, 1), per_head)  # of four equal ones
             added *= gl.where(highest == float("-inf"), 1.0, gl.exp2(origin_of_head - highest))
             gl.store(softmax_max + first_statistic + at, highest / LOG2_E, mask=at < GROUP)

@@ -58,9 +58,9 @@ class HopperBackward(Backward):
     def allocate(self, rows: int) -> None:
         """Allocate the contributions of a chunk to the keys, and to their ropes."""
         dtype = contribution_dtype(self.queries.dtype)
-        places = rows * self.contributions_per_row() // (self.shape["SIZE"] + self.shape["ROPE"])
+        entries = rows * self.contributions_per_row() // (self.shape["SIZE"] + self.shape["ROPE"])
         self.key_contributions = tuple(
-            uninitialized((places * self.shape[name],), dtype, self.queries.device) for name in ("SIZE", "ROPE")
+            uninitialized((entries * self.shape[name],), dtype, self.queries.device) for name in ("SIZE", "ROPE")
         )
 
     def process(self, start: int, count: int, d_out: Tensor) -> None:
@@ -69,7 +69,7 @@ class HopperBackward(Backward):
         tiles = count * self.key_heads * self.head_tiles
         totals = self.d_key, self.d_key_rope
         add_gradients[(min(tiles, multiprocessors(d_out.device)),)](
-            *(self.queries[here], self.query_ropes[here], d_out, self.key, self.key_rope, *self.places),
+            *(self.queries[here], self.query_ropes[here], d_out, self.key, self.key_rope, *self.entries),
             *(self.selection.counts, self.selection.chosen, self.selection.active),
             *(self.d_out_out, self.softmax_max, self.softmax_sum),
             *(self.d_query, self.d_query_rope, *(self.key_contributions if self.deterministic else totals)),
@@ -88,9 +88,9 @@ class HopperBackward(Backward):
         segments = self.segments(start, count)
         if segments is None:
             return
-        places = count * self.key_heads * self.top_k
+        entries = count * self.key_heads * self.top_k
         for contributions, total in zip(self.key_contributions, totals, strict=True):
-            for of_heads in contributions[: self.head_tiles * places * total.shape[-1]].chunk(self.head_tiles):
+            for of_heads in contributions[: self.head_tiles * entries * total.shape[-1]].chunk(self.head_tiles):
                 add_segments(of_heads, segments, total)
 
     def gradient_of_keys(self, total: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import (
     keys_of,
     new_barrier,
     new_tile_queue,
-    place_of_statistics,
-    places_of_heads,
+    offset_of_statistics,
+    offsets_of_heads,
     put_tile,
     take_tile,
     tile_of_heads,
@@ -103,7 +103,7 @@ def add_gradients(
     indices,
     first_key,
     visible_keys,
-    places,
+    entries,
     chosen,
     active,
     d_out_out,
@@ -136,7 +136,7 @@ def add_gradients(
 ):
     """Allocate shared memory, initialize the barriers and run the three warp groups.
 
-    With ``IN_ORDER``, ``d_key`` and ``d_key_rope`` are the products at all places, (tiles of heads, rows, N2, K, size).
+    With ``IN_ORDER``, ``d_key`` and ``d_key_rope`` are the products per entry, (tiles of heads, rows, N2, K, size).
     """
     dtype: gl.constexpr = key.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -154,7 +154,7 @@ def add_gradients(
 
     shared = (q, do, k, ropes, passed)
     bars = (queries_full, queries_free, full_0, full_1, free_0, free_1, passed_full, passed_free)
-    selection = (indices, first_key, visible_keys, places, first_row, rows, tokens)
+    selection = (indices, first_key, visible_keys, entries, first_row, rows, tokens)
     inputs = (query, query_rope, d_out, key, key_rope, active)
     strides = (query_row, query_head, rope_row, rope_head, out_row, out_head)
     of_heads = (chosen, d_out_out, softmax_max, softmax_sum, sequence, scale, scale_2)
@@ -190,7 +190,7 @@ def _produce(
     """Copy the queries and output gradients of each tile, and its selected keys."""
     q, do, k, ropes = shared[:4]
     queries_full, queries_free, full_0, full_1, free_0, free_1 = bars[:6]
-    indices, first_key, visible_keys, places, first_row, rows, tokens = selection
+    indices, first_key, visible_keys, entries, first_row, rows, tokens = selection
     query, query_rope, d_out, key, key_rope, active = inputs
     query_row, query_head, rope_row, rope_head, out_row, out_head = strides
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -205,7 +205,7 @@ def _produce(
     tile = gl.program_id(0)
     while tile < rows * KEY_HEADS * head_blocks:
         following = take_tile(counter)
-        row, key_head, first_head, _, blocks = tile_of_heads(tile, places, first_row, rows, tokens, GROUP, KEY_HEADS)
+        row, key_head, first_head, _, blocks = tile_of_heads(tile, entries, first_row, rows, tokens, GROUP, KEY_HEADS)
         if blocks > 0:
             of_row = row.to(gl.int64)
             heads = (key_head * GROUP + first_head).to(gl.int64) + in_block  # times a stride it may need 64 bits
@@ -216,9 +216,11 @@ def _produce(
                 of_block = (first_head + in_block) // (GROUP // QUERIES)
                 real = real & ((gl.load(active + first_row + row) >> of_block & 1) != 0)
             real = real[:, None]
-            queries = query + (places_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns)
-            at_rope = places_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
-            d_outs = d_out + (places_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None] + columns)
+            queries = query + (
+                offsets_of_heads(of_row, heads, query_row, query_head, GROUP, QUERIES)[:, None] + columns
+            )
+            at_rope = offsets_of_heads(of_row, heads, rope_row, rope_head, GROUP, QUERIES)[:, None]
+            d_outs = d_out + (offsets_of_heads(of_row, heads, out_row, out_head, GROUP, QUERIES)[:, None] + columns)
             mbarrier.wait(queries_free, (filled & 1) ^ 1)
             for half in gl.static_range(2):
                 async_copy.async_copy_global_to_shared(q.index(half), queries + half * HALF, real)
@@ -275,7 +277,7 @@ def _consumer_0(
     """Compute the softmax and its gradient, the gradient of the first half of the queries, and add the first pieces."""
     q, do, k, ropes, passed = shared
     queries_full, _, full_0, full_1, free_0, _, passed_full, passed_free = bars
-    places, first_row, rows, tokens = selection[3:]
+    entries, first_row, rows, tokens = selection[3:]
     chosen, d_out_out, softmax_max, softmax_sum, sequence, scale, scale_2 = of_heads
     d_query, d_key = results[0], results[2]
     dtype: gl.constexpr = d_query.dtype.element_ty
@@ -290,14 +292,14 @@ def _consumer_0(
     tile = gl.program_id(0)
     while tile < rows * KEY_HEADS * head_blocks:
         row, key_head, first_head, without_gap, blocks = tile_of_heads(
-            tile, places, first_row, rows, tokens, GROUP, KEY_HEADS
+            tile, entries, first_row, rows, tokens, GROUP, KEY_HEADS
         )
         of_row = (first_row + row).to(gl.int64)
         of_keys = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
         selected, visible = of_keys[:2]
         heads = first_head + in_heads
         real = heads < GROUP
-        statistics = place_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
+        statistics = offset_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
         highest = gl.load(softmax_max + statistics, mask=real, other=0.0) * LOG2_E
         divisor = 1 / gl.load(softmax_sum + statistics, mask=real, other=1.0)
         delta = gl.load(d_out_out + (row * KEY_HEADS + key_head) * GROUP + heads, mask=real, other=0.0)
@@ -324,12 +326,12 @@ def _consumer_0(
 
             scores = warpgroup_mma_wait(2, deps=[scores])
             p = gl.exp2(scores * scale_2 - highest[:, None]) * divisor[:, None]
-            place = block * BLOCK_KEYS
-            at = place + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
+            entry = block * BLOCK_KEYS
+            at = entry + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
             if QUERIES > 1:
                 there = chosen_by(gl.load(chosen + of_row * TOP_K + at), heads, GROUP, QUERIES)
                 p = gl.where(there, p, 0.0)
-            elif place + BLOCK_KEYS > without_gap:
+            elif entry + BLOCK_KEYS > without_gap:
                 there = keys_of(selected, at, 0, visible, 0, 1, TOP_K)[1]
                 p = gl.where(there[None, :], p, 0.0)
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -345,7 +347,7 @@ def _consumer_0(
             passed.index(1).store(weights)
             fence_async_shared()
             mbarrier.arrive(passed_full)
-            to, is_key = _targets(of_keys, place, KEY_HEADS, TOP_K, IN_ORDER)
+            to, is_key = _targets(of_keys, entry, KEY_HEADS, TOP_K, IN_ORDER)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(free_0)
             _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, 0, FIRST_PIECES, IN_ORDER)
@@ -371,7 +373,7 @@ def _consumer_1(
     """Compute the gradients of the second half and of the ropes of the queries, and add the other pieces and ropes."""
     k, ropes, passed = shared[2:]
     free_1, passed_full = bars[5], bars[6]
-    places, first_row, rows, tokens = selection[3:]
+    entries, first_row, rows, tokens = selection[3:]
     d_query, d_query_rope, d_key, d_key_rope = results
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -381,7 +383,7 @@ def _consumer_1(
     turn = 0  # tiles
     tile = gl.program_id(0)
     while tile < rows * KEY_HEADS * head_blocks:
-        row, key_head, first_head, _, blocks = tile_of_heads(tile, places, first_row, rows, tokens, GROUP, KEY_HEADS)
+        row, key_head, first_head, _, blocks = tile_of_heads(tile, entries, first_row, rows, tokens, GROUP, KEY_HEADS)
         of_row = (first_row + row).to(gl.int64)
         of_keys = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
@@ -410,30 +412,30 @@ def _consumer_1(
 
 @gluon.jit
 def _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
-    """Return a tile's indices, the number of its visible keys, its first key, its key head and its first place.
+    """Return a tile's indices, the number of its visible keys, its first key, its key head and its first entry.
 
-    The place is that in the workspace, with ``IN_ORDER``.
+    The entry is that in the workspace, with ``IN_ORDER``.
     """
     indices, first_key, visible_keys, _, first_row, rows, _ = selection
     of_row = (first_row + row).to(gl.int64)
     selected = indices + (of_row * KEY_HEADS + key_head) * TOP_K
     first, visible = gl.load(first_key + of_row), gl.load(visible_keys + of_row)
-    first_place = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
-    return selected, visible, first, key_head, first_place
+    first_entry = ((first_head // BLOCK_HEADS * rows + row) * KEY_HEADS + key_head) * TOP_K
+    return selected, visible, first, key_head, first_entry
 
 
 @gluon.jit
-def _targets(of_keys, place, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
-    """Return the targets of :func:`_add_or_store` for the block that starts at ``place``, and a mask.
+def _targets(of_keys, entry, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
+    """Return the targets of :func:`_add_or_store` for the block that starts at ``entry``, and a mask.
 
-    Targets are keys, and the mask says which places hold one. With ``IN_ORDER`` the target is the block's first place
+    Targets are keys, and the mask says which entries hold one. With ``IN_ORDER`` the target is the block's first entry
     in the workspace, and all products are stored.
     """
-    selected, visible, first, key_head, first_place = of_keys
+    selected, visible, first, key_head, first_entry = of_keys
     if IN_ORDER:
-        return first_place + place, True  # 32 bits: the workspace is bounded
+        return first_entry + entry, True  # 32 bits: the workspace is bounded
     else:
-        at = place + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
+        at = entry + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, ADDED))
         return keys_of(selected, at, first, visible, key_head, KEY_HEADS, TOP_K)
 
 
@@ -482,14 +484,14 @@ def _multiply_piece(shared, zero, piece: gl.constexpr):
 def _add_or_store(target, total, to, is_key, column: gl.constexpr, WIDTH: gl.constexpr, IN_ORDER: gl.constexpr):
     """Add 64 columns to the gradients of the keys ``to``, whose columns :func:`restore_columns` puts in order.
 
-    With ``IN_ORDER``, store them at the places from ``to`` on, whether these hold a key or not.
+    With ``IN_ORDER``, store them at the entries from ``to`` on, whether these hold a key or not.
     """
     adjacent = total.reshape([BLOCK_KEYS, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([BLOCK_KEYS, PIECE])
     if IN_ORDER:
-        places = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, STORED_PIECE))[:, None]
+        entries = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, STORED_PIECE))[:, None]
         columns = column + gl.arange(0, PIECE, layout=gl.SliceLayout(0, STORED_PIECE))[None, :]
         product = gl.convert_layout(adjacent.to(target.dtype.element_ty), STORED_PIECE, assert_trivial=True)
-        gl.store(target + to * WIDTH + (places * WIDTH + columns), product)
+        gl.store(target + to * WIDTH + (entries * WIDTH + columns), product)
         debug_barrier()  # otherwise ptxas stores during the next product, for which it has too few registers
     else:
         columns = column + gl.arange(0, PIECE, layout=gl.SliceLayout(0, ADDED))[None, :]

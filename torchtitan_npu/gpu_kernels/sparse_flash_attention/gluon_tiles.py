@@ -41,37 +41,37 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def count_places(sparse_indices: Tensor, rows: Rows) -> Tensor:
-    """Return the places of each row up to its last key, and those before its first place without one: (2, rows)."""
+def count_entries(sparse_indices: Tensor, rows: Rows) -> Tensor:
+    """Return the entries of each row up to its last key, and those before its first entry without one: (2, rows)."""
     key_heads, top_k = sparse_indices.shape[-2:]
     count = rows.first.numel() * key_heads
-    places = torch.empty(2, count, dtype=torch.int32, device=sparse_indices.device)
-    _count_places[(count,)](
-        *(sparse_indices, rows.visible, places, count),
+    entries = torch.empty(2, count, dtype=torch.int32, device=sparse_indices.device)
+    _count_entries[(count,)](
+        *(sparse_indices, rows.visible, entries, count),
         KEY_HEADS=key_heads,
         TOP_K=top_k,
         BLOCK_TOP_K=power_of_2(top_k),
     )
-    return places
+    return entries
 
 
 @triton.jit
-def _count_places(
+def _count_entries(
     indices,
     visible_keys,
-    places,
+    entries,
     rows,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
 ):
-    """Write the number of places up to a row's last key, and the number of those before its first place without one."""
+    """Write the number of entries up to a row's last key, and the number before its first entry without a key."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK_TOP_K)
     visible = tl.load(visible_keys + row // KEY_HEADS)
     _, there = keys_at(indices + row.to(tl.int64) * TOP_K, at, TOP_K, 0, visible, 0, 1)
-    tl.store(places + row, tl.max(tl.where(there, at + 1, 0)))
-    tl.store(places + rows + row, tl.min(tl.where(there, BLOCK_TOP_K, at)))
+    tl.store(entries + row, tl.max(tl.where(there, at + 1, 0)))
+    tl.store(entries + rows + row, tl.min(tl.where(there, BLOCK_TOP_K, at)))
 
 
 @gluon.jit
@@ -93,9 +93,9 @@ def new_barriers(number: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def new_tile_queue():
-    """Allocate what :func:`put_tile` passes to :func:`get_tile`: a place for a tile, and two barriers."""
-    place = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    return place, new_barrier(1), new_barrier(2)
+    """Allocate what :func:`put_tile` passes to :func:`get_tile`: an entry for a tile, and two barriers."""
+    entry = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    return entry, new_barrier(1), new_barrier(2)
 
 
 @gluon.jit
@@ -107,18 +107,18 @@ def take_tile(counter):
 @gluon.jit
 def put_tile(queue, tile, turn):
     """Pass to both consumers the tile that follows tile number ``turn`` of the program."""
-    place, full, free = queue
+    entry, full, free = queue
     mbarrier.wait(free, (turn & 1) ^ 1)
-    place.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    entry.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     mbarrier.arrive(full)
 
 
 @gluon.jit
 def get_tile(queue, turn):
     """Return the tile that follows tile number ``turn`` of the program."""
-    place, full, free = queue
+    entry, full, free = queue
     mbarrier.wait(full, turn & 1)
-    tile = gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    tile = gl.max(entry.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     mbarrier.arrive(free)
     return tile
 
@@ -126,35 +126,35 @@ def get_tile(queue, turn):
 @gluon.jit
 def tile_of_heads(
     tile,
-    places,
+    entries,
     first_row,
     rows,
     tokens,
     GROUP: gl.constexpr,
     KEY_HEADS: gl.constexpr,
 ):
-    """Return the row of a tile of 64 heads in the chunk, its key head, its first head in the group, and its places.
+    """Return the row of a tile of 64 heads in the chunk, its key head, its first head in the group, and its entries.
 
-    The places are those before the first one without a key, and the number of blocks up to the last key. The last rows
+    The entries are those before the first one without a key, and the number of blocks up to the last key. The last rows
     come first, because they have the most keys.
     """
     head_blocks: gl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     row = rows - 1 - tile // (head_blocks * KEY_HEADS)
     key_head = tile // head_blocks % KEY_HEADS
-    count = gl.load(places + (first_row + row) * KEY_HEADS + key_head)
-    without_gap = gl.load(places + (tokens + first_row + row) * KEY_HEADS + key_head)
+    count = gl.load(entries + (first_row + row) * KEY_HEADS + key_head)
+    without_gap = gl.load(entries + (tokens + first_row + row) * KEY_HEADS + key_head)
     return row, key_head, tile % head_blocks * BLOCK_HEADS, without_gap, (count + BLOCK_KEYS - 1) // BLOCK_KEYS
 
 
 @gluon.jit
 def keys_of(selected, at, first, visible, key_head, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr):
-    """Return the rows of the keys at the places ``at`` among all keys, and which places hold a key."""
+    """Return the rows of the keys at the entries ``at`` among all keys, and which entries hold a key."""
     index = gl.load(selected + at, mask=at < TOP_K, other=-1)
     return (first + index) * KEY_HEADS + key_head, (index >= 0) & (index < visible)
 
 
 @gluon.jit
-def places_of_heads(row, heads, of_row, of_head, GROUP: gl.constexpr, QUERIES: gl.constexpr):
+def offsets_of_heads(row, heads, of_row, of_head, GROUP: gl.constexpr, QUERIES: gl.constexpr):
     """Return the offsets of heads of a row, or of a block of rows in which each has an equal part of the group."""
     if QUERIES == 1:
         return row * of_row + heads * of_head
@@ -170,6 +170,6 @@ def chosen_by(bits, heads, GROUP: gl.constexpr, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def place_of_statistics(row, key_head, sequence, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
-    """Return the place of a group's first head in the softmax statistics, (batch, key heads, sequence, group)."""
+def offset_of_statistics(row, key_head, sequence, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
+    """Return the entry of a group's first head in the softmax statistics, (batch, key heads, sequence, group)."""
     return ((row // sequence * KEY_HEADS + key_head) * sequence + row % sequence) * GROUP

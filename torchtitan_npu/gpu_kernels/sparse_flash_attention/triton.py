@@ -20,8 +20,8 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_tiles import (
     blocks_of,
     by_token,
     check_size,
-    place_of_products,
-    place_of_scores,
+    offset_of_products,
+    offset_of_scores,
     product_shape,
     score_blocks,
     score_grid,
@@ -76,11 +76,11 @@ def npu_sparse_flash_attention(
     products = product_shape(shape)
     coarse = query.dtype != torch.float16
     sequence = tokens if layout_query == "TND" else query.shape[1]
-    places = (sparse_indices, *rows)
+    entries = (sparse_indices, *rows)
     for start in range(0, tokens, chunk):
         count = min(chunk, tokens - start)
         _score[score_grid(count, shape, SCORES)](
-            *(queries, query_rope, key, key_rope, *places, weights, block_max, block_sum, block_sum_rounded),
+            *(queries, query_rope, key, key_rope, *entries, weights, block_max, block_sum, block_sum_rounded),
             *(scale_value * LOG2_E.value, start, *queries.stride()[:2]),
             **shape,
             **score_blocks(shape),
@@ -89,7 +89,7 @@ def npu_sparse_flash_attention(
         )
         config, grid = blocks_of(out, count * key_heads, VALUES)
         _average[grid](
-            *(weights, block_max, block_sum, block_sum_rounded, values, *places, out, softmax_max, softmax_sum),
+            *(weights, block_max, block_sum, block_sum_rounded, values, *entries, out, softmax_max, softmax_sum),
             *(start, count, sequence),
             **products,
             **config,
@@ -146,27 +146,27 @@ def _score(
 ):
     """Write the exponentials relative to the block's origin, (rows of the chunk, heads, top-k).
 
-    Also writes the highest score of the block, and the sum of the exponentials before and after rounding. Places
+    Also writes the highest score of the block, and the sum of the exponentials before and after rounding. Entries
     without a key are 0, except for blocks after a row's last key, which nothing reads.
     """
-    in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
+    in_chunk, row, key_head, in_group, first_entry, keys, there = offset_of_scores(
         indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
     )
-    places = first_place + tl.arange(0, BLOCK_KEYS)
+    entries = first_entry + tl.arange(0, BLOCK_KEYS)
     real = in_group < GROUP
     of_chunk = (in_chunk * KEY_HEADS + key_head) * GROUP + in_group
-    of_block = of_chunk * ((TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS) + first_place // BLOCK_KEYS
-    slots = of_chunk[:, None] * TOP_K + places[None, :]
+    of_block = of_chunk * ((TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS) + first_entry // BLOCK_KEYS
+    slots = of_chunk[:, None] * TOP_K + entries[None, :]
     kept = real[:, None]
     if TOP_K % BLOCK_KEYS:
-        kept = kept & (places < TOP_K)[None, :]
+        kept = kept & (entries < TOP_K)[None, :]
     if tl.max(there.to(tl.int32)) == 0:
         tl.store(block_max + of_block, tl.full((BLOCK_HEADS,), float("-inf"), tl.float32), mask=real)
         tl.store(block_sum + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
         tl.store(block_sum_rounded + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
         indices += (row * KEY_HEADS + key_head) * TOP_K
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
-        if first_place < count:  # keys follow in later blocks
+        if first_entry < count:  # keys follow in later blocks
             zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), weights.dtype.element_ty)
             tl.store(weights + slots, zeros, mask=kept)
         return
@@ -228,7 +228,7 @@ def _average(
     The average divides by the sum of the rounded weights, so that equal values average to themselves. In float16, the
     weights of blocks with different origins are rounded once more.
     """
-    in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
+    in_chunk, row, key_head, first_column, indices, first, visible, count = offset_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
 
@@ -264,9 +264,9 @@ def _average(
         )
     average *= (1 / tl.where(divisor == 0, 1.0, divisor))[:, None]
     columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-    places = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None] * WIDTH + columns[None, :]
+    entries = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None] * WIDTH + columns[None, :]
     mask = real[:, None] & (columns < WIDTH)[None, :]
-    tl.store(out + places, average.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + entries, average.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -299,12 +299,12 @@ def _sum_of_values(
     """
     total = tl.zeros((of_chunk.shape[0], BLOCK_COLUMNS), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
-        places = start + tl.arange(0, BLOCK_KEYS)
-        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
+        entries = start + tl.arange(0, BLOCK_KEYS)
+        keys, there = keys_at(indices, entries, count, first, visible, key_head, KEY_HEADS)
         mask = real[:, None]
         if TOP_K % BLOCK_KEYS:
-            mask = mask & (places < TOP_K)[None, :]
-        w = tl.load(weights + of_chunk[:, None] * TOP_K + places[None, :], mask=mask, other=0.0)
+            mask = mask & (entries < TOP_K)[None, :]
+        w = tl.load(weights + of_chunk[:, None] * TOP_K + entries[None, :], mask=mask, other=0.0)
         v = tile(value, keys * WIDTH, there, first_column, WIDTH, BLOCK_COLUMNS)
         if not AGREE:
             highest = tl.load(block_max + of_chunk * BLOCKS + start // SCORED_KEYS, mask=real, other=float("-inf"))

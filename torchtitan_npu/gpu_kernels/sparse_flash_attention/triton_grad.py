@@ -21,8 +21,8 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_tiles import (
     blocks_of,
     by_token,
     check_size,
-    place_of_products,
-    place_of_scores,
+    offset_of_products,
+    offset_of_scores,
     product_shape,
     score_blocks,
     score_grid,
@@ -102,7 +102,7 @@ class Backward:
         self.top_k = sparse_indices.shape[-1]
         self.shape |= {"GROUP": self.queries.shape[1] // self.key_heads * block, "TOP_K": self.top_k}
         self.products = product_shape(self.shape)
-        self.places = (sparse_indices, *rows)
+        self.entries = (sparse_indices, *rows)
         self.staggered = self.key.shape[-3] <= 2 * self.top_k  # a row selects at least half of the keys
 
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -164,7 +164,7 @@ class Backward:
     def differentiate(self, start: int, count: int, d_out: Tensor) -> None:
         """Write ``weights`` and ``d_scores``."""
         _differentiate[score_grid(count, self.shape, SCORES)](
-            *(self.queries, self.query_ropes, self.key, self.key_rope, self.value, *self.places),
+            *(self.queries, self.query_ropes, self.key, self.key_rope, self.value, *self.entries),
             *(d_out, self.d_out_out, self.softmax_max, self.softmax_sum, self.weights, self.d_scores),
             *(self.scale, self.scale * LOG2_E.value, start, self.sequence, *self.queries.stride()[:2]),
             **self.shape,
@@ -179,7 +179,7 @@ class Backward:
             if gradient.numel():
                 config, grid = blocks_of(gradient, count * self.key_heads, options)
                 _add_to_queries[grid](
-                    *(self.d_scores, of_key, *self.places, gradient, start, count), **self.products, **config
+                    *(self.d_scores, of_key, *self.entries, gradient, start, count), **self.products, **config
                 )
 
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
@@ -196,7 +196,7 @@ class Backward:
                 config, grid = blocks_of(gradient, count * self.key_heads, KEYS)
                 target = gradient if segments is None else self.contributions
                 _add_to_keys[grid](
-                    *(left, right[here], *second, *self.places, target, start, count, *right.stride()[:2]),
+                    *(left, right[here], *second, *self.entries, target, start, count, *right.stride()[:2]),
                     **self.products,
                     **config,
                     ATOMIC=segments is None,
@@ -282,27 +282,27 @@ def _differentiate(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Write the softmax and its gradient, (rows of the chunk, heads, top-k), for a row, a block of heads and of places.
+    """Write the softmax and its gradient, (rows of the chunk, heads, top-k), of a row, a block of heads and entries.
 
     ``d_out`` and ``d_out_out`` hold the rows of the chunk.
     """
-    in_chunk, row, key_head, in_group, first_place, keys, there = place_of_scores(
+    in_chunk, row, key_head, in_group, first_entry, keys, there = offset_of_scores(
         indices, first_key, visible_keys, first_row, GROUP, KEY_HEADS, TOP_K, BLOCK_HEADS, BLOCK_KEYS
     )
-    places = first_place + tl.arange(0, BLOCK_KEYS)
+    entries = first_entry + tl.arange(0, BLOCK_KEYS)
     real = in_group < GROUP
     head = (key_head * GROUP + in_group).to(tl.int64)
     of_query = row * query_row + head * query_head
     of_rope = (row * KEY_HEADS * GROUP + head) * ROPE
     of_chunk = in_chunk * KEY_HEADS * GROUP + head
-    slots = of_chunk[:, None] * TOP_K + places[None, :]
+    slots = of_chunk[:, None] * TOP_K + entries[None, :]
     kept = real[:, None]
     if TOP_K % BLOCK_KEYS:
-        kept = kept & (places < TOP_K)[None, :]
+        kept = kept & (entries < TOP_K)[None, :]
     if tl.max(there.to(tl.int32)) == 0:
         indices += (row * KEY_HEADS + key_head) * TOP_K
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
-        if first_place < count:  # keys follow in later blocks
+        if first_entry < count:  # keys follow in later blocks
             zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
             tl.store(d_scores + slots, zeros, mask=kept)
         return
@@ -351,7 +351,7 @@ def _add_to_queries(
     BLOCK_KEYS: tl.constexpr,
 ):
     """Write d_query of a row, d_scores · keys, (heads, top-k) (top-k, width), for a block of columns."""
-    in_chunk, row, key_head, first_column, indices, first, visible, count = place_of_products(
+    in_chunk, row, key_head, first_column, indices, first, visible, count = offset_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
 
@@ -360,12 +360,12 @@ def _add_to_queries(
     of_left = (in_chunk * KEY_HEADS + key_head) * GROUP * TOP_K + group[:, None] * TOP_K
     total = tl.zeros((BLOCK_GROUP, BLOCK_COLUMNS), tl.float32)
     for start in range(0, count, BLOCK_KEYS):
-        places = start + tl.arange(0, BLOCK_KEYS)
-        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
+        entries = start + tl.arange(0, BLOCK_KEYS)
+        keys, there = keys_at(indices, entries, count, first, visible, key_head, KEY_HEADS)
         mask = (group < GROUP)[:, None]
         if TOP_K % BLOCK_KEYS:
-            mask = mask & (places < TOP_K)[None, :]
-        ds = tl.load(d_scores + of_left + places[None, :], mask=mask, other=0.0)
+            mask = mask & (entries < TOP_K)[None, :]
+        ds = tl.load(d_scores + of_left + entries[None, :], mask=mask, other=0.0)
         k = tile(key, keys * WIDTH, there, first_column, WIDTH, BLOCK_COLUMNS)
         total = tl.dot(ds, k, total, input_precision="ieee")
     of_heads = ((row * KEY_HEADS + key_head) * GROUP + group)[:, None]
@@ -404,7 +404,7 @@ def _add_to_keys(
     of this chunk. With ``STAGGERED``, neighbouring rows begin at different blocks, so that they do not add to the same
     keys at once. That is faster if they share most keys; otherwise the same part of the keys stays in the cache.
     """
-    in_chunk, _, key_head, first_column, indices, first, visible, count = place_of_products(
+    in_chunk, _, key_head, first_column, indices, first, visible, count = offset_of_products(
         indices, first_key, visible_keys, first_row, rows, WIDTH, KEY_HEADS, TOP_K, BLOCK_COLUMNS, BLOCK_TOP_K
     )
 
@@ -422,20 +422,20 @@ def _add_to_keys(
         block = turn
         if STAGGERED:
             block = (turn + shift) % blocks
-        places = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        keys, there = keys_at(indices, places, count, first, visible, key_head, KEY_HEADS)
-        # a place without a key may hold NaN, which stays in that place's row of the product and is not added
+        entries = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        keys, there = keys_at(indices, entries, count, first, visible, key_head, KEY_HEADS)
+        # an entry without a key may hold NaN, which stays in that entry's row of the product and is not added
         mask = (group < GROUP)[:, None]
         if TOP_K % BLOCK_KEYS:
-            mask = mask & (places < TOP_K)[None, :]
-        w = tl.load(left + of_left + places[None, :], mask=mask, other=0.0)
+            mask = mask & (entries < TOP_K)[None, :]
+        w = tl.load(left + of_left + entries[None, :], mask=mask, other=0.0)
         part = tl.dot(tl.trans(w), r, input_precision="ieee")
         if left_2 is not None:
-            w = tl.load(left_2 + of_left + places[None, :], mask=mask, other=0.0)
+            w = tl.load(left_2 + of_left + entries[None, :], mask=mask, other=0.0)
             part = tl.dot(tl.trans(w), r_2, part, input_precision="ieee")
         mask = there[:, None] & (columns < WIDTH)[None, :]
         if ATOMIC:
             tl.atomic_add(target + keys[:, None] * WIDTH + columns[None, :], part, mask=mask, sem="relaxed")
         else:
-            slots = (in_chunk * KEY_HEADS + key_head) * TOP_K + places
+            slots = (in_chunk * KEY_HEADS + key_head) * TOP_K + entries
             tl.store(target + slots[:, None] * WIDTH + columns[None, :], part, mask=mask)

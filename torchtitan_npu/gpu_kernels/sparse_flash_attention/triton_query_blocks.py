@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.gpu_kernels.launch import blocks_in, multiprocessors, power_of_2
-from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, BLOCK_KEYS, count_places
+from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import BLOCK_HEADS, BLOCK_KEYS, count_entries
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows, keys_at
 
 MOST_QUERIES = 8
@@ -26,7 +26,7 @@ GAIN = 1.1
 MARKS = 2**26
 """Bytes of the workspace in which the keys of a block are marked."""
 BLOCK = 2048
-"""Places or keys that a program handles at once."""
+"""Entries or keys that a program handles at once."""
 PROGRAMS = 4
 """Programs per multiprocessor."""
 
@@ -37,13 +37,13 @@ class Selection(NamedTuple):
     queries: int
     """Queries of a block."""
     keys: Tensor
-    """Indices of keys: (..., N2, K) as the operator takes them, or (blocks, 1, places) ascending and then -1."""
+    """Indices of keys: (..., N2, K) as the operator takes them, or (blocks, 1, entries) ascending and then -1."""
     rows: Rows
     """The keys that each row of ``keys`` may attend to. A list of a block has indices into all keys."""
     counts: Tensor
-    """Places up to the last key, and those before the first place without one: (2, rows)."""
+    """Entries up to the last key, and those before the first entry without one: (2, rows)."""
     chosen: Tensor | None
-    """If bit i is set, query i of the block selected the key: (blocks, places) int8. Read for blocks only."""
+    """If bit i is set, query i of the block selected the key: (blocks, entries) int8. Read for blocks only."""
     active: Tensor | None
     """If bit i is set, query i of the block selected any key: (blocks,) int32. None if all did, or without blocks."""
 
@@ -94,7 +94,7 @@ def select(
 
 def of_each_query(sparse_indices: Tensor, rows: Rows) -> Selection:
     """Return the selection without blocks."""
-    counts = count_places(sparse_indices, rows)
+    counts = count_entries(sparse_indices, rows)
     return Selection(1, sparse_indices, rows, counts, chosen=counts, active=None)
 
 
@@ -103,9 +103,9 @@ def unite(sparse_indices: Tensor, rows: Rows, queries: int, sequence: int, keys:
     top_k = sparse_indices.shape[-1]
     blocks = rows.first.numel() // queries
     # a power of 2, because the kernels are compiled for it
-    places = blocks_in(min(queries * top_k, power_of_2(sequence)), BLOCK_KEYS.value) * BLOCK_KEYS.value
-    lists = torch.empty(blocks, 1, places, dtype=torch.int32, device=sparse_indices.device)
-    chosen = torch.empty(blocks, places, dtype=torch.int8, device=lists.device)
+    entries = blocks_in(min(queries * top_k, power_of_2(sequence)), BLOCK_KEYS.value) * BLOCK_KEYS.value
+    lists = torch.empty(blocks, 1, entries, dtype=torch.int32, device=sparse_indices.device)
+    chosen = torch.empty(blocks, entries, dtype=torch.int8, device=lists.device)
     of_blocks = torch.empty(5, blocks, dtype=torch.int32, device=lists.device)
     words = blocks_in(sequence, 4)
     programs = max(1, min(blocks, PROGRAMS * multiprocessors(lists.device), MARKS // (4 * words)))
@@ -114,7 +114,7 @@ def unite(sparse_indices: Tensor, rows: Rows, queries: int, sequence: int, keys:
         *(sparse_indices, *rows, marks, marks.view(torch.int8), lists, chosen, of_blocks, blocks, keys, words),
         QUERIES=queries,
         TOP_K=top_k,
-        PLACES=places,
+        ENTRIES=entries,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -136,7 +136,7 @@ def _unite(
     words,
     QUERIES: tl.constexpr,
     TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,
+    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the keys that the queries of each block selected, ascending, and which queries selected each.
@@ -162,24 +162,24 @@ def _unite(
             row = block * QUERIES + query
             selected = indices + tl.full((), TOP_K, tl.int64) * row
             first, visible = tl.load(first_key + row) - start, tl.load(visible_keys + row)
-            for place in range(0, TOP_K, BLOCK):
-                key, there = keys_at(selected, place + at, TOP_K, first, visible, 0, 1)
+            for entry in range(0, TOP_K, BLOCK):
+                key, there = keys_at(selected, entry + at, TOP_K, first, visible, 0, 1)
                 tl.atomic_or(marks + key // 4, 1 << (key % 4 * 8 + query), mask=there, sem="relaxed")
                 active |= tl.max(there.to(tl.int32)) << query
         tl.debug_barrier()
 
         count = 0
-        of_list = tl.full((), PLACES, tl.int64) * block
+        of_list = tl.full((), ENTRIES, tl.int64) * block
         for key in range(0, span, BLOCK):
             by = tl.load(bytes_of_marks + key + at, mask=key + at < span, other=0)
             there = by != 0
-            place = of_list + count - 1 + tl.cumsum(there.to(tl.int32))
-            tl.store(lists + place, start + key + at, mask=there)
-            tl.store(chosen + place, by, mask=there)
+            entry = of_list + count - 1 + tl.cumsum(there.to(tl.int32))
+            tl.store(lists + entry, start + key + at, mask=there)
+            tl.store(chosen + entry, by, mask=there)
             count += tl.sum(there.to(tl.int32))
-        for place in range(count, PLACES, BLOCK):
-            tl.store(lists + of_list + place + at, -1, mask=place + at < PLACES)
-            tl.store(chosen + of_list + place + at, 0, mask=place + at < PLACES)
+        for entry in range(count, ENTRIES, BLOCK):
+            tl.store(lists + of_list + entry + at, -1, mask=entry + at < ENTRIES)
+            tl.store(chosen + of_list + entry + at, 0, mask=entry + at < ENTRIES)
         tl.store(of_blocks + block, 0)
         tl.store(of_blocks + blocks + block, keys)
         tl.store(of_blocks + 2 * blocks + block, count)

@@ -61,21 +61,21 @@ def _on_device(lengths: Lengths, tensor: Tensor) -> Tensor | None:
 
 
 @triton.jit
-def keys_at(indices, places, end, first, visible, key_head, KEY_HEADS: tl.constexpr):
-    """Return the rows, in the keys' tensor, of the keys selected at ``places`` before ``end``.
+def keys_at(indices, entries, end, first, visible, key_head, KEY_HEADS: tl.constexpr):
+    """Return the rows, in the keys' tensor, of the keys selected at ``entries`` before ``end``.
 
-    Also returns whether each place holds a key that the row may attend to.
+    Also returns whether each entry holds a key that the row may attend to.
     """
-    index = tl.load(indices + places, mask=places < end, other=-1)
+    index = tl.load(indices + entries, mask=entries < end, other=-1)
     return (first + index) * KEY_HEADS + key_head, (index >= 0) & (index < visible)
 
 
 @triton.jit
 def count_of(indices, visible, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr):
-    """Return the number of places of a row up to its last key."""
-    places = tl.arange(0, BLOCK_TOP_K)
-    _, there = keys_at(indices, places, TOP_K, 0, visible, 0, 1)
-    return tl.max(tl.where(there, places + 1, 0))
+    """Return the number of entries of a row up to its last key."""
+    entries = tl.arange(0, BLOCK_TOP_K)
+    _, there = keys_at(indices, entries, TOP_K, 0, visible, 0, 1)
+    return tl.max(tl.where(there, entries + 1, 0))
 
 
 @triton.jit(do_not_specialize=["documents", "step"])  # they change from batch to batch

@@ -10,34 +10,34 @@ from torch import Tensor
 from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows, keys_at
 
-PLACES = 1024
-"""Places of the selections per program."""
+ENTRIES = 1024
+"""Entries of the selections per program."""
 AT_ONCE = 8
 """Contributions to a key in flight from memory at once; each has its own partial sum."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The places that selected each key, in one list sorted by key."""
+    """The entries that selected each key, in one list sorted by key."""
 
     order: Tensor
-    """The places (rows · N2 · K) int64, sorted by key and, for one key, by row."""
+    """The entries (rows · N2 · K) int64, sorted by key and, for one key, by row."""
     ends: Tensor
-    """Where the places of each key end in ``order``, (keys · N2) int32. Places after the last end hold no key."""
+    """Where the entries of each key end in ``order``, (keys · N2) int32. Entries after the last end hold no key."""
 
 
 def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys: int) -> Segments:
     """Return the segments of ``count`` rows from ``start`` on. ``keys`` is the number of keys times their heads."""
     key_heads, top_k = sparse_indices.shape[-2:]
-    places = count * key_heads * top_k
+    entries = count * key_heads * top_k
     # 16 bits are sorted in half the time
     dtype = torch.int16 if keys <= torch.iinfo(torch.int16).max else torch.int32
-    slots = torch.empty(places, dtype=dtype, device=sparse_indices.device)
-    _slots[(blocks_in(places, PLACES),)](
-        *(sparse_indices.contiguous(), rows.first, rows.visible, slots, start, places, keys),
+    slots = torch.empty(entries, dtype=dtype, device=sparse_indices.device)
+    _slots[(blocks_in(entries, ENTRIES),)](
+        *(sparse_indices.contiguous(), rows.first, rows.visible, slots, start, entries, keys),
         KEY_HEADS=key_heads,
         TOP_K=top_k,
-        BLOCK=PLACES,
+        BLOCK=ENTRIES,
     )
     sorted_slots, order = slots.sort(stable=True)
     of_keys = torch.arange(keys, dtype=dtype, device=slots.device)
@@ -47,7 +47,7 @@ def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys
 def add_segments(contributions: Tensor, segments: Segments, target: Tensor) -> None:
     """Add ``contributions`` (rows, N2, K, width) to the selected keys in ``target`` (keys, N2, width), float32.
 
-    Places without a key are not read.
+    Entries without a key are not read.
     """
     width = target.shape[-1]
     block = min(512, max(16, power_of_2(width)))
@@ -63,21 +63,21 @@ def _slots(
     visible_keys,
     slots,
     start,
-    places,
+    entries,
     keys,
     KEY_HEADS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the key at each place of the rows from ``start`` on, or ``keys`` if the row may attend to none there."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < places
-    row = start + place // (KEY_HEADS * TOP_K)
+    """Write the key at each entry of the rows from ``start`` on, or ``keys`` if the row may attend to none there."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    row = start + entry // (KEY_HEADS * TOP_K)
     skipped = tl.full((), start, tl.int64) * KEY_HEADS * TOP_K
     first = tl.load(first_key + row, mask=inside, other=0)
     visible = tl.load(visible_keys + row, mask=inside, other=0)
-    slot, there = keys_at(indices + skipped, place, places, first, visible, place // TOP_K % KEY_HEADS, KEY_HEADS)
-    tl.store(slots + place, tl.where(there, slot, keys), mask=inside)
+    slot, there = keys_at(indices + skipped, entry, entries, first, visible, entry // TOP_K % KEY_HEADS, KEY_HEADS)
+    tl.store(slots + entry, tl.where(there, slot, keys), mask=inside)
 
 
 @triton.jit
@@ -91,10 +91,10 @@ def _add_segments(contributions, order, ends, target, WIDTH: tl.constexpr, BLOCK
         return
     total = tl.zeros((AT_ONCE, BLOCK), tl.float32)
     for first in range(begin, end, AT_ONCE):
-        places = first + tl.arange(0, AT_ONCE)
-        there = places < end
-        place = tl.load(order + places, mask=there, other=0)
+        entries = first + tl.arange(0, AT_ONCE)
+        there = entries < end
+        entry = tl.load(order + entries, mask=there, other=0)
         mask = there[:, None] & inside[None, :]
-        total += tl.load(contributions + place[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+        total += tl.load(contributions + entry[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
     before = tl.load(target + key * WIDTH + columns, mask=inside, other=0.0)
     tl.store(target + key * WIDTH + columns, before + tl.sum(total, 0), mask=inside)

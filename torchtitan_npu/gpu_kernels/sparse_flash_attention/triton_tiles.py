@@ -71,7 +71,7 @@ def blocks_of(tensor: Tensor, rows: int, config: dict[str, int]) -> tuple[dict[s
 
 
 @triton.jit
-def place_of_scores(
+def offset_of_scores(
     indices,
     first_key,
     visible_keys,
@@ -84,8 +84,8 @@ def place_of_scores(
 ):
     """Return the part of this program in a kernel over scores.
 
-    That is its row in the chunk and in the batch; its key head and the query heads of its block; its first place in the
-    selection; the keys from there on, and whether each place holds a key.
+    That is its row in the chunk and in the batch; its key head and the query heads of its block; its first entry in the
+    selection; the keys from there on, and whether each entry holds a key.
     """
     head_blocks: tl.constexpr = (GROUP + BLOCK_HEADS - 1) // BLOCK_HEADS
     key_blocks: tl.constexpr = (TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS
@@ -94,16 +94,16 @@ def place_of_scores(
     row = first_row + in_chunk
     key_head = program // (head_blocks * key_blocks) % KEY_HEADS
     in_group = program % head_blocks * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    first_place = program // head_blocks % key_blocks * BLOCK_KEYS
-    places = first_place + tl.arange(0, BLOCK_KEYS)
+    first_entry = program // head_blocks % key_blocks * BLOCK_KEYS
+    entries = first_entry + tl.arange(0, BLOCK_KEYS)
     first, visible = tl.load(first_key + row), tl.load(visible_keys + row)
     indices += (row * KEY_HEADS + key_head) * TOP_K
-    keys, there = keys_at(indices, places, TOP_K, first, visible, key_head, KEY_HEADS)
-    return in_chunk, row, key_head, in_group, first_place, keys, there
+    keys, there = keys_at(indices, entries, TOP_K, first, visible, key_head, KEY_HEADS)
+    return in_chunk, row, key_head, in_group, first_entry, keys, there
 
 
 @triton.jit
-def place_of_products(
+def offset_of_products(
     indices,
     first_key,
     visible_keys,
@@ -118,7 +118,7 @@ def place_of_products(
     """Return the part of this program in a kernel over products with keys.
 
     That is its row in the chunk and in the batch, its key head and first column, and the pointer to its selection.
-    Then come the first key of its document, the number of keys it may attend to, and the number of places up to its
+    Then come the first key of its document, the number of keys it may attend to, and the number of entries up to its
     last key.
 
     The blocks of one row are adjacent programs, so that they find its keys in the cache. The last rows come first,

@@ -78,7 +78,7 @@ class Attention(DeepSeekV3Attention):
         """Attend from ``x`` (bsz, seqlen, dim); the output has the same shape.
 
         ``positions`` (1 or bsz, seqlen), or none for 0, 1, 2, ..., are used only for rotation. The keys that a query
-        sees depend on its place in the sequence and on its document.
+        sees depend on its position in the sequence and on its document.
         """
         output, _ = self.attend(self.pre_attention(x, freqs_cis, positions), attention_masks)
         return self.post_attention(output)
@@ -143,10 +143,10 @@ class Attention(DeepSeekV3Attention):
             output, *selected = output if isinstance(output, tuple) else (output,)
         else:
             q, _, k, *_ = projected
-            places = self.inner_attention.query_places(*q.shape[:2], k.shape[1], documents, k.device)
-            recorded = self.decisions.recorded_keys(places)
+            query_positions = self.inner_attention.query_positions(*q.shape[:2], k.shape[1], documents, k.device)
+            recorded = self.decisions.recorded_keys(query_positions)
             output, own = self.inner_attention(*projected, **options, selected=recorded)
-            selected = [self.decisions(own, places)]
+            selected = [self.decisions(own, query_positions)]
         if not self.passed:
             return output, ()
         if INDEX[0] not in self.passed:

@@ -85,7 +85,7 @@ class MultiTokenLogits(NamedTuple):
     def with_loss(self, loss_fn: LossFunction, labels: Tensor) -> Tensor:
         """Return ``logits``, whose backward pass also runs that of the mean loss of ``mtp_logits``.
 
-        Depth k predicts at place i what the model predicts at place i + k. ``labels`` are (bsz, seqlen).
+        Depth k predicts at position i what the model predicts at position i + k. ``labels`` are (bsz, seqlen).
         """
         losses = []
         for depth, logits in enumerate(self.mtp_logits, start=1):

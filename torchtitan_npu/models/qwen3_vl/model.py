@@ -16,7 +16,7 @@ from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
 from torchtitan_npu.layers.packed_attention import DocumentMask, MaskedAttention
 from torchtitan_npu.layers.rotary import RotaryTables
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_slots, patches_of
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_coordinates, patches_of
 from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
 
@@ -91,7 +91,7 @@ class Qwen3VLModel(Qwen3Model):
         attention_masks: Any = None,
         positions: Tensor | None = None,
         patches: Tensor | None = None,
-        places: Tensor | None = None,
+        coordinates: Tensor | None = None,
         grids: Grids | None = None,
     ) -> Tensor:
         """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen).
@@ -104,7 +104,7 @@ class Qwen3VLModel(Qwen3Model):
                 to their own document. Without them a row is one document. If it has images, its positions are computed
                 here, which synchronises with the device.
             patches: (patches, patch_dim), first those of images, then those of videos
-            places: (patches, 4), by default :func:`patch_slots` of ``grids``
+            coordinates: (patches, 4), by default :func:`patch_coordinates` of ``grids``
             grids: the grids of images and videos
         """
         grids = grids or Grids()
@@ -116,7 +116,7 @@ class Qwen3VLModel(Qwen3Model):
             positions = position_ids(tokens, grids, self.model_args)
         else:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape)
-        is_text, visual, *deepstack = self.visual_features(tokens, patches, places, grids)
+        is_text, visual, *deepstack = self.visual_features(tokens, patches, coordinates, grids)
 
         h = self.tok_embeddings(tokens)  # (bsz, seqlen, dim)
         h = h * is_text + visual
@@ -128,7 +128,7 @@ class Qwen3VLModel(Qwen3Model):
         return self.output(self.norm(h))
 
     def visual_features(
-        self, tokens: Tensor, patches: Tensor | None, places: Tensor | None, grids: Grids
+        self, tokens: Tensor, patches: Tensor | None, coordinates: Tensor | None, grids: Grids
     ) -> tuple[Tensor, ...]:
         """Return the output of :class:`ScatterFeatures` for this batch.
 
@@ -139,18 +139,18 @@ class Qwen3VLModel(Qwen3Model):
         grids.check(merge_size)
         all_grids = grids.images + grids.videos
         given = {"patches": 0 if patches is None else len(patches)}
-        if places is not None:
-            given["places"] = len(places)
+        if coordinates is not None:
+            given["coordinates"] = len(coordinates)
         for name, count in given.items():
             if count != patches_of(all_grids):
                 raise UsageError(f"{count} {name} given, but {grids} has {patches_of(all_grids)} patches")
         if patches is None or not all_grids:
             all_grids = ((1, merge_size, merge_size),)
             patches = torch.zeros(args.vision.patches_per_token, args.vision.patch_dim, device=tokens.device)
-            places = patch_slots(all_grids, merge_size, tokens.device)
-        elif places is None:
-            places = patch_slots(all_grids, merge_size).to(tokens.device)
-        features = self.vision(patches, places, all_grids)
+            coordinates = patch_coordinates(all_grids, merge_size, tokens.device)
+        elif coordinates is None:
+            coordinates = patch_coordinates(all_grids, merge_size).to(tokens.device)
+        features = self.vision(patches, coordinates, all_grids)
         is_image = (tokens == args.image_token_id) & bool(grids.images)
         is_video = (tokens == args.video_token_id) & bool(grids.videos)
         # features are ordered: all images, then all videos

@@ -1,4 +1,4 @@
-"""Grids of patches: the size of each image and video in patches, and the place of each patch, as host integers.
+"""Grids of patches: the size of each image and video in patches, and the coordinate of each patch, as host integers.
 
 A grid is (frames, rows, columns) of patches. The patches of a frame are ordered in blocks, row by row. A block is the
 ``merge_size`` × ``merge_size`` patches that the tower merges into one token, also row by row.
@@ -51,28 +51,28 @@ def patches_of(grids: Iterable[Grid]) -> int:
     return sum(t * h * w for t, h, w in grids)
 
 
-def patch_slots(grids: Sequence[Grid], merge_size: int, device: torch.device | None = None) -> Tensor:
+def patch_coordinates(grids: Sequence[Grid], merge_size: int, device: torch.device | None = None) -> Tensor:
     """Return row and column of each patch in its frame, and the frame's rows and columns: (patches, 4) int64."""
-    places = []
+    coordinates = []
     for t, h, w in grids:
         rows = torch.arange(h, device=device).view(-1, merge_size)
         columns = torch.arange(w, device=device).view(-1, merge_size)
         # blocks, then patches of a block: (h / merge_size, w / merge_size, merge_size, merge_size)
         row, column = torch.broadcast_tensors(rows[:, None, :, None], columns[None, :, None, :])
-        place = torch.stack((row, column, torch.full_like(row, h), torch.full_like(row, w)), dim=-1)
-        places.append(place.reshape(-1, 4).repeat(t, 1))
-    return torch.cat(places)
+        coordinate = torch.stack((row, column, torch.full_like(row, h), torch.full_like(row, w)), dim=-1)
+        coordinates.append(coordinate.reshape(-1, 4).repeat(t, 1))
+    return torch.cat(coordinates)
 
 
-def interpolation(places: Tensor, side: int) -> tuple[Tensor, Tensor]:
+def interpolation(coordinates: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Return the 4 of ``side`` × ``side`` learned positions around each patch, and their weights: both (patches, 4).
 
-    This is bilinear interpolation with aligned corners. ``places`` are those of :func:`patch_slots`.
+    This is bilinear interpolation with aligned corners. ``coordinates`` are those of :func:`patch_coordinates`.
     """
-    place, size = places.float().chunk(2, dim=-1)  # (patches, 2) each: rows and columns
-    place = place * (side - 1) / (size - 1).clamp(min=1)
-    low = place.floor()
-    far = place - low  # (patches, 2): distance from the lower neighbour, in rows and in columns
+    coordinate, size = coordinates.float().chunk(2, dim=-1)  # (patches, 2) each: rows and columns
+    coordinate = coordinate * (side - 1) / (size - 1).clamp(min=1)
+    low = coordinate.floor()
+    far = coordinate - low  # (patches, 2): distance from the lower neighbour, in rows and in columns
     near = torch.stack((1 - far, far), dim=-1)  # (patches, 2, 2)
     neighbours = torch.stack((low, low + 1), dim=-1).long().clamp(max=side - 1)  # (patches, 2, 2)
     index = neighbours[:, 0, :, None] * side + neighbours[:, 1, None, :]

@@ -87,17 +87,17 @@ class VisionTower(nn.Module):
             {str(number): Merger(args, out_dim, norm_merged=True) for number in range(len(args.deepstack_layers))}
         )
 
-    def forward(self, patches: Tensor, places: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, ...]:
+    def forward(self, patches: Tensor, coordinates: Tensor, grids: tuple[Grid, ...]) -> tuple[Tensor, ...]:
         """Return the features (tokens, out_dim) of the last layer, then those of each of ``deepstack_layers``.
 
-        ``patches`` (patches, patch_dim) are those of all ``grids`` in order, with their ``places`` (patches, 4).
+        ``patches`` (patches, patch_dim) are those of all ``grids`` in order, with their ``coordinates`` (patches, 4).
         """
-        index, weight = interpolation(places, side=round(self.args.n_positions**0.5))
+        index, weight = interpolation(coordinates, side=round(self.args.n_positions**0.5))
         learned = (self.pos_embed(index) * weight.unsqueeze(-1)).sum(dim=1)  # (patches, dim)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = x + learned.to(x.dtype)
 
-        tables = self.rotary_tables(places[:, :2])
+        tables = self.rotary_tables(coordinates[:, :2])
         runs = frame_runs(grids)
         deepstack: list[Tensor] = []
         for number, block in enumerate(self.layers.values()):
@@ -106,15 +106,15 @@ class VisionTower(nn.Module):
                 deepstack.append(self.deepstack_mergers[str(len(deepstack))](x))
         return self.merger(x), *deepstack
 
-    def rotary_tables(self, places: Tensor) -> RotaryTables:
-        """Make the tables of :func:`apply_rotary_vision` for patches at rows and columns ``places`` (patches, 2).
+    def rotary_tables(self, coordinates: Tensor) -> RotaryTables:
+        """Make the tables of :func:`apply_rotary_vision` for patches at rows and columns ``coordinates`` (patches, 2).
 
         The first half of the angles follows the row, the second half the column.
         """
         width = self.args.head_dim // 2
-        powers = torch.arange(0, width, 2, dtype=torch.float32, device=places.device) / width
+        powers = torch.arange(0, width, 2, dtype=torch.float32, device=coordinates.device) / width
         frequencies = 1.0 / self.args.rope_theta**powers
-        angles = (places.unsqueeze(-1) * frequencies).flatten(1).tile(2)  # (patches, head_dim)
+        angles = (coordinates.unsqueeze(-1) * frequencies).flatten(1).tile(2)  # (patches, head_dim)
         return RotaryTables(torch.stack((angles.cos(), angles.sin()))[:, None, :, None], argument="tables")
 
     def init_weights(self) -> None:

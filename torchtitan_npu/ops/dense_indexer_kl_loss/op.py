@@ -62,7 +62,7 @@ def statistics_fake(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def statistics_sharding(call: Call) -> Iterator[Strategy]:
-    """Shard the batch. A score sums over all heads, and the rows' keys depend on their place."""
+    """Shard the batch. A score sums over all heads, and the rows' keys depend on their position."""
     if call.layout == "BSND":
         yield [Shard(0), Shard(0)], {name: Shard(0) for name in ("query_index", "key_index", "weights")}
 

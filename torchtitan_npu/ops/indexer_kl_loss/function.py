@@ -150,13 +150,13 @@ def chunks_of(
 def part_of(arguments: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
     """Return the arguments for one chunk. An NPU needs contiguous tensors."""
     token_dim = 1 if arguments["layout"] == "BSND" else 0
-    places = {
+    slices_of = {
         **dict.fromkeys(OF_QUERIES, (token_dim, chunk.queries)),
         **dict.fromkeys(OF_KEYS, (token_dim, chunk.keys)),
         **dict.fromkeys(STATISTICS, (-2, chunk.queries)),
     }
     part = {**arguments, **chunk.ends}
-    for name, (dim, tokens) in places.items():
+    for name, (dim, tokens) in slices_of.items():
         if part.get(name) is not None:
             part[name] = part[name].narrow(dim, tokens.start, tokens.stop - tokens.start).contiguous()
     return part

@@ -241,7 +241,10 @@ def grad_sharding(call: Call) -> Iterator[Strategy]:
         of_key: Placement = Shard(0) if what == "batch" else Partial()
         outputs = [Shard(dim), of_key, of_key, Shard(dim), of_key]
         given = [True, True, call.value is not None, call.query_rope is not None, call.query_rope is not None]
-        yield [place if is_given else Replicate() for place, is_given in zip(outputs, given, strict=True)], inputs
+        yield (
+            [placement if is_given else Replicate() for placement, is_given in zip(outputs, given, strict=True)],
+            inputs,
+        )
 
 
 declare(

@@ -156,7 +156,7 @@ def selections(
 
 
 def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float) -> Tensor:
-    """Return the softmax's argument, (rows, N2, N1/N2, places), -inf at places without a key."""
+    """Return the softmax's argument, (rows, N2, N1/N2, entries), -inf at entries without a key."""
     logits = torch.einsum("rngd,rnsd->rngs", q, k).mul_(scale)
     return logits.masked_fill_(~selected.valid[:, :, None], -torch.inf)
 
@@ -164,7 +164,7 @@ def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float)
 def attention_weights(
     q: Tensor, k: Tensor, selected: SelectedKeys, scale: float, maximum: Tensor, total: Tensor
 ) -> Tensor:
-    """Return the softmax (rows, N2, N1/N2, places), given its statistics (rows, N2, N1/N2); 0 without a key."""
+    """Return the softmax (rows, N2, N1/N2, entries), given its statistics (rows, N2, N1/N2); 0 without a key."""
     logits = attention_logits(q, k, selected, scale)
     weights = logits.sub_(maximum[..., None]).exp_().div_(total[..., None])
     return weights.masked_fill_(~selected.valid[:, :, None], 0)

@@ -98,27 +98,27 @@ def _values(layout: str, name: str, lengths: Tensor | Sequence[int] | None, toke
 class SelectedKeys:
     """The keys that some rows selected, out of the ``keys`` of their document.
 
-    ``indices`` (rows, N2, K), ``visible`` (rows, 1, 1). A place without a key (-1, or a key that its row may not attend
-    to) reads from and writes to a row of zeros that follows the keys. Places behind the keys of every row are left out,
-    so that a short sequence costs little with any top-k.
+    ``indices`` (rows, N2, K), ``visible`` (rows, 1, 1). An entry without a key (-1, or a key that its row may not
+    attend to) reads from and writes to a row of zeros that follows the keys. Entries behind the keys of every row are
+    left out, so that a short sequence costs little with any top-k.
     """
 
     def __init__(self, indices: Tensor, visible: Tensor, keys: int):
         if bool(((indices[..., :-1] < 0) & (indices[..., 1:] >= 0)).any()):
             raise UsageError("sparse_indices must have its keys first and -1 after them, in every row")
         self.indices = indices[..., : max(1, int((indices >= 0).sum(-1).max()))]
-        """The given indices up to the last key of any row: (rows, N2, places)."""
+        """The given indices up to the last key of any row: (rows, N2, entries)."""
         self.valid = (self.indices >= 0) & (self.indices < visible)
-        """Places that hold a key: (rows, N2, places)."""
+        """Entries that hold a key: (rows, N2, entries)."""
         heads = torch.arange(indices.shape[1], device=indices.device)[:, None]
         self._rows = (torch.where(self.valid, self.indices, keys) + heads * (keys + 1)).flatten()
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the selected keys (rows, N2, places, D) of a tensor that :func:`with_zero_row` returned."""
+        """Return the selected keys (rows, N2, entries, D) of a tensor that :func:`with_zero_row` returned."""
         return tensor.flatten(0, 1).index_select(0, self._rows).view(*self.valid.shape, tensor.shape[-1])
 
     def scatter_add_(self, total: Tensor, values: Tensor) -> None:
-        """Add ``values`` (rows, N2, places, D) to their keys in ``total``, (N2, keys + 1, D)."""
+        """Add ``values`` (rows, N2, entries, D) to their keys in ``total``, (N2, keys + 1, D)."""
         total.flatten(0, 1).index_add_(0, self._rows, values.reshape(-1, values.shape[-1]))
 
 
