@@ -201,10 +201,10 @@ def with_settings(table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     changed: dict[str, Any] = {name: dict(keys) for name, keys in table.items()}
     for key, value in settings.items():
         *sections, name = key.split(".")
-        table = changed
+        keys = changed
         for section in sections:
-            table = table.setdefault(section, {})
-        table[name] = value
+            keys = keys.setdefault(section, {})
+        keys[name] = value
     return changed
 
 
