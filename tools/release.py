@@ -28,13 +28,11 @@ def notes(changelog: str, version: str) -> str:
 
 def main(argv: list[str], root: Path = ROOT) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("version")
+    parser.add_argument("version", help="such as 0.2.0")
     parser.add_argument("--dry-run", action="store_true", help="change nothing")
     args = parser.parse_args(argv)
-    if not re.fullmatch(r"\d+\.\d+\.\d+", args.version):
-        parser.error(f"a version is three numbers, not {args.version}")
-    git = ["git", "-C", str(root)]
-    tag, project, file = f"v{args.version}", root / "pyproject.toml", root / f"dist/notes-{args.version}.md"
+    git, tag = ["git", "-C", str(root)], f"v{args.version}"
+    project, file = root / "pyproject.toml", root / f"dist/notes-{args.version}.md"
     text = notes((root / "CHANGELOG.md").read_text(), args.version)
     if subprocess.run([*git, "rev-parse", "-q", "--verify", f"refs/tags/{tag}"], capture_output=True).returncode == 0:
         raise SystemExit(f"the tag {tag} exists")
