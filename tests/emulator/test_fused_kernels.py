@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests._helpers.op_cases import Case, all_cases
@@ -22,7 +23,7 @@ from torchtitan_npu.emulator.kernels.registry import CHECKS
 from torchtitan_npu.ops import OPS, Op, define
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.ops.moe_permute.function import unpermute
-from torchtitan_npu.torch_internals.inductor import BackendCompilerFailed, lower_as_view
+from torchtitan_npu.torch_internals.inductor import lower_as_view
 
 define("npu_on_cpu")
 
