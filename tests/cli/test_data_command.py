@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.cli.data import command
+from torchtitan_npu.cli import data
 from torchtitan_npu.cli.main import main
 
 CHAT = "train_configs/llama3_chat_debugmodel.toml"
@@ -20,7 +20,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def test_conversations(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "SHOWN_CHARACTERS", 10_000)
+    monkeypatch.setattr(data, "SHOWN_CHARACTERS", 10_000)
     lines = shown(capsys, "--config", CHAT, "--show", "3")
     assert lines[0].startswith("training.dataset: chat, field 'messages', 106920 bytes in 1 files, shuffled by seed 0")
     assert [line for line in lines if line.startswith("row")] == [f"row {n}: 128 tokens" for n in (1, 2, 3)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_npu.cli import emulate
 from torchtitan_npu.cli.arguments import memory_size
-from torchtitan_npu.cli.emulate import command
 from torchtitan_npu.emulator.build import TASK_QUEUE, BuildError
 from torchtitan_npu.emulator.environment import Machine, process_variables
 from torchtitan_npu.errors import UsageError
@@ -23,13 +23,13 @@ SHOW = "import os; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n'
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Replace the build: the command starts its child without compiling anything."""
-    monkeypatch.setattr(command, "build", lambda report, cann: tmp_path / "cann")
+    monkeypatch.setattr(emulate, "build", lambda report, cann: tmp_path / "cann")
     return tmp_path / "cann"
 
 
 def test_the_child_gets_the_emulated_machine(built: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--chip", "Ascend910_9362", "--devices", "2", "--memory", "1.5GiB", "--cann", "8.5", "--seed", "7"]
-    assert command.main([*options, "--", "python", "-c", SHOW]) == 0
+    assert emulate.main([*options, "--", "python", "-c", SHOW]) == 0
     seen = dict(line.split("=", 1) for line in capfd.readouterr().out.splitlines() if "=" in line)
     assert seen["NPU_EMULATOR_CHIP"] == "Ascend910_9362" and seen["NPU_EMULATOR_DEVICES"] == "2"
     assert seen["NPU_EMULATOR_MEMORY"] == str(3 * 2**29) and seen["NPU_EMULATOR_CANN"].startswith("8.5")
@@ -48,7 +48,7 @@ def test_the_users_task_queue_setting_is_kept() -> None:
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_exit_code_is_the_childs(built: Path, code: int) -> None:
-    assert command.main(["--", "python", "-c", f"raise SystemExit({code})"]) == code
+    assert emulate.main(["--", "python", "-c", f"raise SystemExit({code})"]) == code
 
 
 def test_a_signal_reaches_the_child() -> None:
@@ -70,7 +70,7 @@ def test_a_signal_reaches_the_child() -> None:
 
 def test_a_child_that_a_signal_ends_is_128_and_its_number() -> None:
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    assert command.run(killed, dict(os.environ)) == 137
+    assert emulate.run(killed, dict(os.environ)) == 137
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_child_that_a_signal_ends_is_128_and_its_number() -> None:
 )
 def test_wrong_arguments_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command.main(argv)
+        emulate.main(argv)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
 
@@ -96,28 +96,28 @@ def test_wrong_arguments_are_one_line(argv: list[str], message: str, capsys: pyt
 def test_what_is_missing_is_one_line(
     built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--", "no-such-program"]) == 2
+    assert emulate.main(["--", "no-such-program"]) == 2
     assert capsys.readouterr().err == "emulate: error: there is no program no-such-program\n"
 
     def fail(report: object, cann: str) -> Path:
         raise BuildError("gcc is needed to build the emulator: install gcc and binutils")
 
-    monkeypatch.setattr(command, "build", fail)
-    assert command.main(["--", "true"]) == 2
+    monkeypatch.setattr(emulate, "build", fail)
+    assert emulate.main(["--", "true"]) == 2
     assert "install gcc" in capsys.readouterr().err
 
 
 def test_torchrun_runs_with_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     module = [sys.executable, "-m", "torch.distributed.run", "x.py"]
-    assert command.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == module
+    assert emulate.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == module
     script = tmp_path / "torchrun"
     script.touch(mode=0o755)
-    assert command.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == [str(script), "x.py"]
+    assert emulate.resolve(["torchrun", "x.py"], path=os.environ["PATH"]) == [str(script), "x.py"]
 
 
 def test_an_unknown_chip_lists_the_chips(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--chip", "Ascend910B5", "--memory", "1GiB", "--", "true"]) == 2
+    assert emulate.main(["--chip", "Ascend910B5", "--memory", "1GiB", "--", "true"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("emulate: error: Ascend910B5 is no chip of torch_npu; did you mean 'Ascend910B")
     assert "Ascend910B3, " in error and "Ascend910_9362, " in error and error.count("\n") == 1
@@ -128,7 +128,7 @@ def test_the_memory_is_that_of_the_chip(built: Path, capsys: pytest.CaptureFixtu
     assert Machine("Ascend910_9362").variables()["NPU_EMULATOR_MEMORY"] == str(int(61.27 * 2**30))
     assert Machine("Ascend910B4").variables()["NPU_EMULATOR_MEMORY"] == str(int(29.5 * 2**30))
     assert Machine("Ascend910A", memory=2**30).variables()["NPU_EMULATOR_MEMORY"] == str(2**30)
-    assert command.main(["--chip", "Ascend950PR_9579", "--", "true"]) == 2
+    assert emulate.main(["--chip", "Ascend950PR_9579", "--", "true"]) == 2
     assert "the memory of Ascend950PR_9579 is not known: add --memory" in capsys.readouterr().err
     with pytest.raises(UsageError, match="is no chip"):
         Machine("910B3").variables()
