@@ -41,10 +41,12 @@ def call_of(name: str, gpu: Any, device: str, half: torch.dtype) -> dict[str, An
         )
     tiles = {"x": [torch.randn(8, 64).bfloat16()], "weight": [torch.randn(4, 64, 8).bfloat16()]}
 
+    dtype = half if "grouped" in name else torch.float32
+
     def on_device(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device, half if value.dtype in (torch.bfloat16, torch.float64) else value.dtype)
+        return value.to(device, dtype if value.dtype in (torch.bfloat16, torch.float64) else value.dtype)
 
     return arguments(name, on_device, **(tiles if name == "npu_grouped_matmul" else {}))
 
