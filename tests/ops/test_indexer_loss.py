@@ -148,8 +148,8 @@ def test_a_call_of_the_documented_limit_is_one_span() -> None:
     assert limit.measure(**packed, actual_seq_qlen=[8193]) not in limit.allowed
     assert limit.measure(**packed, actual_seq_qlen=[1, 8193]) in limit.allowed
     batch = limits["the batch size"]
-    assert batch.value(**packed, actual_seq_qlen=list(range(256))) in batch.allowed
-    assert batch.value(**packed, actual_seq_qlen=list(range(257))) not in batch.allowed
+    assert batch.measure(**packed, actual_seq_qlen=list(range(256))) in batch.allowed
+    assert batch.measure(**packed, actual_seq_qlen=list(range(257))) not in batch.allowed
 
 
 def formula_loss(call: dict[str, Any]) -> Tensor:
