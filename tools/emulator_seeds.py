@@ -20,9 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-if __name__ == "__main__" and "NPU_EMULATOR_SEED" not in os.environ and not {"-h", "--help"} & set(sys.argv):
-    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--seed", "1", "--", sys.executable]
-    os.execv(sys.executable, [*command, *sys.argv])
 
 from torchtitan_npu import platform  # noqa: E402
 
@@ -128,6 +125,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--programs", default=",".join([*JOBS, *PROGRAMS, *PLANTED]), help="comma-separated")
     args = parser.parse_args()
+    if "NPU_EMULATOR_SEED" not in os.environ:  # start again on the emulator
+        command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--seed", "1", "--", sys.executable]
+        os.execv(sys.executable, [*command, *sys.argv])
     good = True
     print("| program | ranks | seeds | results that differ | seconds |\n|---|---|---|---|---|")
     for name in args.programs.split(","):

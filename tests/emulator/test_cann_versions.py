@@ -81,12 +81,17 @@ CONVERSIONS = """
 from torchtitan_npu import platform
 
 platform.prepare()
-from tests._helpers.converted_models import build_on_meta
+from tests._helpers.converted_models import build_on_meta, convert
+from tests._helpers.moe_layers import build_moe
 from torchtitan_npu.errors import UsageError
 
-for model, converter in (("deepseek_v32", "npu_dsa"), ("deepseek_v3", "npu_gating")):
+conversions = {
+    "npu_dsa": lambda: build_on_meta("deepseek_v32", "npu_dsa"),
+    "npu_gating": lambda: convert(build_moe(score_func="sigmoid", route_norm=True), "npu_gating"),
+}
+for converter, apply in conversions.items():
     try:
-        build_on_meta(model, converter)
+        apply()
         print(converter, "applies")
     except UsageError as error:
         print(error)

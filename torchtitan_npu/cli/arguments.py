@@ -28,6 +28,10 @@ class OneLineParser(argparse.ArgumentParser):
         self.actions.append(action)
         return super()._add_action(action)
 
+    def add_action(self, action: argparse.Action) -> None:
+        """Add an action of another parser."""
+        self._add_action(action)
+
     def add_subparsers(self, **kwargs: Any) -> Any:  # does not call _add_action
         self.actions.append(super().add_subparsers(**kwargs))
         return self.actions[-1]

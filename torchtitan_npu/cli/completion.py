@@ -52,6 +52,6 @@ def add_command(commands: Any, name: str, text: str, parser: OneLineParser) -> N
     # "run" is not a subparser of compare, because a baseline may stand in its place
     for action in parser.actions:
         if action.option_strings and action.dest != "help":
-            commands.choices[name]._add_action(action)
+            commands.choices[name].add_action(action)
     run = command_module(name).build_parser(run=True)
     add_command(commands.choices[name].add_subparsers(), "run", "train the runs and compare them", run)

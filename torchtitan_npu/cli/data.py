@@ -68,8 +68,9 @@ def show_rows(args: argparse.Namespace, options: list[str]) -> int:
     if config.experimental.custom_import:
         import_module("experimental.custom_import", config.experimental.custom_import)
     config.validation.enable = args.validation
+    check_values(config)
     job = JobContext(config, world_size=1)
-    for check in (check_values, check_model, check_data, check_tokenizer, check_dataset_files):
+    for check in (check_model, check_data, check_tokenizer, check_dataset_files):
         check(job)
     name = "validation" if args.validation else "training"
     section, loader = getattr(config, name), rows_of(job, name)
