@@ -27,7 +27,7 @@ from torchtitan_npu.ops import OPS, define
 from torchtitan_npu.ops.core.gpu import is_hopper
 from torchtitan_npu.ops.sparse_flash_attention import reference
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TWO_PROGRAMS = 228 * 1024 // 2 - 1024
 """Bytes of shared memory that each of two programs on a Hopper multiprocessor may use."""
 SCALE = (512 + 64) ** -0.5

@@ -45,7 +45,7 @@ def test_each_converter_is_compared_with_the_eager_model(tmp_path: Path, capsys:
     assert prove_draws.prove(["--models", "llama3", "--converters", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.partition(" converters ")[2].split(",")[0] for line in lines if ": equal (" in line]
-    assert names == ["npu_attention", "npu_rms_norm", "npu_rope", "all"]
+    assert sorted(names) == ["all", "npu_attention", "npu_rms_norm", "npu_rope"]  # in the order in which they end
     assert lines[-1] == f"{len(names)} draws: {len(names)} equal, 0 refused, 0 unstable, 0 differs, 0 fails, 0 timeout"
 
 
