@@ -109,15 +109,15 @@ class AttentionByChunks(nn.Module):
     def query_positions(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
         """Return the positions of this rank's queries (bsz, queries): see :meth:`SparseAttention.query_positions`."""
 
-        def positions_of(rows: int, chunk: Chunk, start: int, own: Documents | None) -> Tensor:
+        def chunk_positions(rows: int, chunk: Chunk, start: int, own: Documents | None) -> Tensor:
             return self.attention.query_positions(rows, chunk.length, chunk.start + chunk.length - start, own, device)
 
         chunks = self.context.chunks(queries)
         if documents is None:
-            return torch.cat([positions_of(bsz, chunk, 0, None) for chunk in chunks], dim=1)
+            return torch.cat([chunk_positions(bsz, chunk, 0, None) for chunk in chunks], dim=1)
         return torch.cat(
             [
-                torch.cat([positions_of(1, chunk, *part) for chunk, part in zip(chunks, parts, strict=True)], dim=1)
+                torch.cat([chunk_positions(1, chunk, *part) for chunk, part in zip(chunks, parts, strict=True)], dim=1)
                 for parts in documents
             ]
         )

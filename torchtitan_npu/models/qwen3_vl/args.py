@@ -53,7 +53,7 @@ class VisionArgs:
 
 @dataclass
 class Qwen3VLModelArgs(Qwen3ModelArgs):
-    """Called before the start with these arguments and the job's config."""
+    """Sizes of the decoder and the vision tower, and the tokens that stand for pictures."""
 
     takes_document_positions: ClassVar[bool] = True
     """Pass positions that start at 0 in each document of a batch, if the data marks where documents end."""
@@ -94,7 +94,6 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
 
     def check_job(self, job_config: JobConfig) -> None:
         """Raise :class:`UsageError` for options of a job that the model does not support, before the start."""
-        self.check_pictures(job_config)
         parallelism = job_config.parallelism
         if parallelism.context_parallel_degree > 1:
             raise UsageError(
@@ -111,6 +110,7 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
                 f"parallelism.tensor_parallel_degree {parallelism.tensor_parallel_degree} does not divide the "
                 f"{self.vision.n_heads} heads of the vision tower"
             )
+        self.check_pictures(job_config)
 
     def check_pictures(self, job_config: JobConfig) -> None:
         """Check the options of datasets of pictures."""
