@@ -28,13 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _logs_go_where_they_went() -> Iterator[None]:
-    """The entry has everything logged to the stdout of its test, which pytest closes after it."""
+def _jobs_leave_no_global_state() -> Iterator[None]:
+    """A job logs to the stdout of its test, which pytest closes, and on the CPU it sets deterministic algorithms."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
