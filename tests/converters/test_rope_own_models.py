@@ -208,6 +208,22 @@ def test_a_users_subclass_that_uses_positions_gets_positions(change: str, caplog
     assert not torch.allclose(ours["logits"], references(name, "rows")[0]["logits"], rtol=1e-3)
 
 
+class Renamed(llama3.TransformerBlock):
+    """A subclass with the same computation."""
+
+    def init_weights(self) -> None:
+        super().init_weights()
+
+
+def test_a_users_subclass_with_the_same_computation_shares_tables(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama3")
+    retype(model.layers["0"], Renamed)
+    retype(model, type("OwnTransformer", (llama3.Transformer,), {}))
+    with caplog.at_level(logging.INFO):
+        assert_as_exact(compute(convert(model, "npu_rope"), ROWS), *references("llama3", "rows"))
+    assert len(model._forward_pre_hooks) == 1 and "without shared tables" not in caplog.text
+
+
 class Wrapped(nn.Module):
     """A model that contains one of TorchTitan's."""
 

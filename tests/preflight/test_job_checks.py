@@ -83,6 +83,39 @@ def test_converters_and_experiments_of_torchtitan_are_known() -> None:
         check_job(job(model__name="simple_fsdp.llama3", model__flavor="nonsense"), world_size=1)
 
 
+EP_OVER_TP = {"parallelism__tensor_parallel_degree": 2, "parallelism__expert_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("replaced", "options", "message"),
+    [
+        (
+            "parallelize_fn",
+            {"compile__enable": True, "npu__bypass_codegen": "inductor"},
+            r"npu\.bypass_codegen needs the",
+        ),
+        (
+            "parallelize_fn",
+            {"parallelism__expert_parallel_degree": 2, "model__converters": ["npu_permute"]},
+            r"npu_permute with expert parallel needs this package's dispatch: register the TrainSpec",
+        ),
+        ("build_optimizers_fn", EP_OVER_TP, r"npu\.moe_sequence_parallel must be false: the train spec's build_optim"),
+    ],
+    ids=["compile", "dispatch", "balance"],
+)
+def test_a_replaced_function_of_an_adapted_spec_is_named(
+    replaced: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(model__name="deepseek_v3", **options)
+    check_job(config, world_size=2)
+    monkeypatch.setattr(get_train_spec("deepseek_v3"), replaced, lambda *args: None)
+    with pytest.raises(UsageError, match=message):
+        check_job(config, world_size=2)
+    config.npu.moe_sequence_parallel = replaced != "build_optimizers_fn"
+    if not config.npu.moe_sequence_parallel:
+        check_job(config, world_size=2)
+
+
 @pytest.mark.parametrize(
     ("options", "world_size", "message"),
     [

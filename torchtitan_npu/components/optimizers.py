@@ -28,10 +28,10 @@ class SwappableOptimizers:
     """The parameters are fake tensors: see :class:`SwapContainer`."""
 
     def __call__(
-        self, model_parts: list[nn.Module], config: Any, parallel_dims: ParallelDims, ft_manager: Any = None
+        self, model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: ParallelDims, ft_manager: Any = None
     ) -> OptimizersContainer:
-        container = self.container(model_parts, config)
-        optimizers = build_optimizers(model_parts, config, parallel_dims, ft_manager, container=container)
+        container = self.container(model_parts, optimizer_config)
+        optimizers = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager, container=container)
         if self.balances_experts:
             balance_experts(optimizers, model_parts, parallel_dims)
         return optimizers

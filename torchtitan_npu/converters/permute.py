@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
+from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu import platform
 from torchtitan_npu.config.job_config import npu_options
@@ -119,7 +120,16 @@ class PermuteConverter(Converter):
     operators = ("npu_moe_token_permute", "npu_moe_token_unpermute")
 
     def job_error(self) -> str | None:
-        return super().job_error() or deepep_error(self.name, self.job_config)
+        return super().job_error() or deepep_error(self.name, self.job_config) or self._dispatch_error()
+
+    def _dispatch_error(self) -> str | None:
+        name, degree = self.job_config.model.name, self.job_config.parallelism.expert_parallel_degree
+        if degree == 1 or getattr(get_train_spec(name), "is_adapted", False):
+            return None
+        return (
+            f"{self.name} with expert parallel needs this package's dispatch: register the TrainSpec of model.name "
+            f"{name!r} as torchtitan_npu.train_specs.adapt.adapt(spec)"
+        )
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [

@@ -277,9 +277,23 @@ class BufferTables(AllPositionTables):
         vars(model).pop(self.buffer, None)  # absent if an earlier hook failed
 
 
+def passes_angles(cls: type[nn.Module]) -> bool:
+    """Return whether ``cls`` is registered to pass angles and positions on, or a subclass with the same computation."""
+    registered = next((parent for parent in cls.__mro__ if parent in PASSES_ANGLES), None)
+    if registered is None:
+        return False
+    more = cls.__mro__[: cls.__mro__.index(registered)]
+    overridden = {name for one in more for name in vars(one) if hasattr(registered, name)}
+    return all(name in ("init_weights", "extra_repr") or name.startswith("__") for name in overridden)
+
+
 def parameters_of(module: nn.Module) -> set[str]:
     """Return the names of the arguments of ``module``'s forward."""
     return set(inspect.signature(module.forward).parameters)
+
+
+def takes_positions(model: nn.Module) -> bool:
+    return "positions" in parameters_of(model)
 
 
 def shared_pairings(owner: nn.Module, targets: set[nn.Module]) -> tuple[Pairing, ...]:
@@ -291,12 +305,12 @@ def shared_pairings(owner: nn.Module, targets: set[nn.Module]) -> tuple[Pairing,
     found = frozenset[Pairing]().union(*(pairings_of(module) for module in owner.modules() if module in targets))
     caches = {str(pairing.cache) for pairing in found}
     has_buffer = any(isinstance(getattr(owner, cache, None), Tensor) for cache in caches)
-    if len(caches) != 1 or type(owner) not in PASSES_ANGLES or not has_buffer:
+    if len(caches) != 1 or not passes_angles(type(owner)) or not has_buffer:
         return ()
     for module in owner.modules():
         takes_angles = parameters_of(module) & {"positions", *caches}
         # an instance with a forward of its own may do anything
-        if "forward" in vars(module) or (takes_angles and type(module) not in PASSES_ANGLES):
+        if "forward" in vars(module) or (takes_angles and not passes_angles(type(module))):
             return ()
     return tuple(found) if len(found) == 1 else FROM_COMPLEX
 
@@ -348,13 +362,17 @@ class RoPEConverter(Converter):
                 "torchtitan_npu.layers.rotary.register_rotation"
             )
         targets = {module for _, module in self.targets(model) if any(p.cache for p in pairings_of(module))}
-        shared = {owner: pairings for owner in model.modules() if (pairings := shared_pairings(owner, targets))}
+        shared = {
+            owner: pairings
+            for owner in model.modules()
+            if (pairings := shared_pairings(owner, targets)) and (takes_positions(owner) or HALF in pairings)
+        }
         unshared = targets.difference(*(owner.modules() for owner in shared))
         super().convert(model)
         for owner, pairings in shared.items():
-            if "positions" in parameters_of(owner):
+            if takes_positions(owner):
                 owner.register_forward_pre_hook(PositionTables(pairings), with_kwargs=True)
-            elif HALF in pairings:
+            else:
                 BufferTables(pairings).hook(owner)
         if unshared:
             log_on_first_rank(

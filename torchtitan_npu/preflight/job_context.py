@@ -33,7 +33,6 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.titan_internals.converter_registry import build_converter, is_of_torchtitan, known_converters
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
-from torchtitan_npu.train_specs.adapt import AdaptedTrainSpec
 from torchtitan_npu.train_specs.registry import known_models
 
 
@@ -56,7 +55,7 @@ class JobContext:
     @property
     def is_adapted(self) -> bool:
         """True if the train spec is one of this package's, with its data, loss and optimizers."""
-        return isinstance(self.train_spec, AdaptedTrainSpec)
+        return getattr(self.train_spec, "is_adapted", False)
 
     @property
     def can_swap_optimizers(self) -> bool:

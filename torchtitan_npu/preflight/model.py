@@ -9,7 +9,6 @@ from types import TracebackType
 from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.check_helpers import check_adapted
 from torchtitan_npu.preflight.job_context import JobContext
 
 TOKENIZER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
@@ -86,8 +85,6 @@ def check_converters(job: JobContext) -> None:
     """Let each converter check the job. TorchTitan's check it when they are built; only the job builds a user's."""
     for converter in job.converters:
         converter.check_job()
-        if converter.name == "npu_permute" and job.dims.ep > 1:
-            check_adapted(job, "npu_permute with expert parallel", ", which has its dispatch")
     if platform.job_backend() == platform.backend():  # they ask this machine for its devices
         for name in job.titan_converter_names:
             try:

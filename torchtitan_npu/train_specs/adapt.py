@@ -58,6 +58,14 @@ from torchtitan_npu.titan_internals.rebind import copy_with_globals
 class AdaptedTrainSpec(TrainSpec):
     """A TrainSpec that :func:`adapt` has made."""
 
+    parallelized_by: tuple[ParallelizeFunction, PipeliningFunction | None] | None = None
+    """The functions that :func:`adapt` made. ``dataclasses.replace`` may have put others in their place."""
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if this package parallelizes and compiles the model."""
+        return self.parallelized_by == (self.parallelize_fn, self.pipelining_fn)
+
 
 def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
     """Return ``upstream`` with our data, validation and metrics, a loss per token, and corrected parallelization."""
@@ -72,7 +80,8 @@ def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
         build_validator_fn=Validator,
         build_metrics_processor_fn=build_metrics_processor,
     )
-    return AdaptedTrainSpec(**vars(adapted))
+    functions = adapted.parallelize_fn, adapted.pipelining_fn
+    return AdaptedTrainSpec(**{**vars(adapted), "parallelized_by": functions})
 
 
 def per_token(build_loss_fn: LossFunctionBuilder) -> LossFunctionBuilder:

@@ -17,13 +17,18 @@ from torchtitan.models.gpt_oss.model.model import GptOssModel as TitanGptOssMode
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-from torchtitan_npu.layers.rotary import PASSES_ANGLES
 from torchtitan_npu.models import OWN_MODELS, own_train_specs
 from torchtitan_npu.train_specs.adapt import adapt
 from torchtitan_npu.train_specs.qwen3_vl_dataloader import ImageTextValidator, build_image_text_dataloader
 
 ADAPTED_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
 """Models of TorchTitan that this package adapts. Its other models and its experiments run as TorchTitan has them."""
+
+
+DATA: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"build_dataloader_fn": build_image_text_dataloader, "build_validator_fn": ImageTextValidator},
+}
+"""Of this package's models that read more than text: what builds their data loader and their validator."""
 
 
 def package_models() -> set[str]:
@@ -56,9 +61,6 @@ class GptOssModel(TitanGptOssModel):
                 nn.init.zeros_(module.gate.bias)
 
 
-PASSES_ANGLES.add(GptOssModel)
-
-
 def with_sdpa_flavors(flavors: Mapping[str, Any]) -> dict[str, Any]:
     """Workaround: deepseek_v3's large flavors have flex attention only. Add ``"16B_sdpa"`` beside ``"16B"``, and so on.
 
@@ -87,11 +89,7 @@ def _register() -> None:
             spec = replace(spec, model_args=with_sdpa_flavors(spec.model_args))
         register_train_spec(name, adapt(spec))
     for name, spec in own_train_specs().items():
-        adapted = adapt(spec)
-        if name == "qwen3_vl":
-            adapted.build_dataloader_fn = build_image_text_dataloader
-            adapted.build_validator_fn = ImageTextValidator
-        register_train_spec(name, adapted)
+        register_train_spec(name, replace(adapt(spec), **DATA.get(name, {})))
 
 
 _register()
