@@ -44,10 +44,10 @@ def test_the_tables_of_the_docs_are_current(tmp_path: Path) -> None:
 
 def test_the_permutation_test_of_curves() -> None:
     """If all fused runs are below the eager ones, no other division differs as much. Equal runs differ in none."""
-    eager = {name: [30.0 + place, 20.0] for place, name in enumerate(("eager", "absorbed", "nudged 1", "nudged 2"))}
+    eager = {name: [30.0 + run, 20.0] for run, name in enumerate(("eager", "absorbed", "nudged 1", "nudged 2"))}
     for shift, divisions in ((-9.0, 1), (0.0, 35)):
-        fused = {f"fused {place}": [loss + shift for loss in losses] for place, losses in enumerate(eager.values())}
-        (line,) = run.permutation_test(eager | fused, list(fused))
+        fused = {f"fused {number}": [loss + shift for loss in losses] for number, losses in enumerate(eager.values())}
+        line = run.permutation_test(eager | fused, list(fused))
         assert line.startswith(f"Of the 35 divisions of these runs into two halves, {divisions} have"), line
 
 
@@ -56,26 +56,23 @@ def test_fp8_inputs_of_the_indexer_have_exact_bfloat16_values() -> None:
     torch.manual_seed(0)
     shapes = {"query": (1, 5, 64, 128), "key": (1, 5, 1, 128), "weights": (1, 5, 64)}
     tensors = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    given = indexer_kernels.in_fp8(**tensors)
-    rounded = indexer_kernels.from_fp8(given)
-    exact = {
-        "query": given["q"].double(),
-        "key": (given["kv"].double() * given["kv_scales"].double()[:, None])[:, None],
-    }
-    scales = {"query": 1.0, "key": given["kv_scales"].double()[:, None, None]}
+    fp8 = indexer_kernels.in_fp8(**tensors)
+    rounded = indexer_kernels.from_fp8(fp8)
+    scale = fp8["kv_scales"].double()[:, None, None]
+    exact = {"query": fp8["q"].double(), "key": fp8["kv"].double()[:, None] * scale}
+    scales = {"query": 1.0, "key": scale}
     for name, values in exact.items():
         assert torch.equal(rounded[name][0].double(), values)
         # e4m3 rounds to 3 bits after the leading one, and values below its smallest normal number to a multiple.
         distance = (values - tensors[name][0].double()).abs()
         assert (distance <= tensors[name][0].double().abs() * 2.0**-4 + scales[name] * 2.0**-10).all()
     assert torch.equal(rounded["weights"], tensors["weights"])
-    assert given["ke"].tolist() == [1, 2, 3, 4, 5]
+    assert fp8["ke"].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_missing_peer_has_a_row() -> None:
     row = harness.of_peer(indexer_kernels.deep_gemm_error, {}, {}, 1.0, what="scores", length=4)
     assert row["failed"].startswith("ModuleNotFoundError") and row["length"] == 4
-    assert harness.add_rate(row, 1.0, 1.0) == row
 
 
 def test_a_wrong_result_ends_a_benchmark() -> None:

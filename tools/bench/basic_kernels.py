@@ -10,13 +10,10 @@ copy, or the operations at the rate of a matmul, both measured in the same run. 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -28,9 +25,10 @@ from harness import (
     TOKENS,
     TOP_K,
     Machine,
-    OpRow,
+    Row,
     Run,
     backward_ms,
+    backward_of,
     compare,
     compiled,
     error,
@@ -39,11 +37,13 @@ from harness import (
     launches,
     measure_machine,
     need_gpu,
+    op_line,
     op_row,
+    parser_of,
+    printed,
     random_tensor,
     size,
-    write,
-    write_partial,
+    store,
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -56,12 +56,36 @@ from torchtitan_npu.ops.fusion_attention.function import causal_mask
 npu = torch.ops.npu
 
 
+def both_passes(
+    op: str,
+    shape: str,
+    runs: Mapping[str, Run],
+    inputs: Sequence[Tensor],
+    dy: Tensor,
+    limits: tuple[float, float],
+    worst: float,
+    backwards: Mapping[str, Run] | None = None,
+) -> Iterator[Row]:
+    """Yield the rows of the forward and of the backward pass.
+
+    Args:
+        inputs: the tensors whose gradients the backward pass computes, given ``dy``, the gradient of the output.
+        limits: milliseconds that the hardware needs at least for each pass.
+        worst: the largest error, see :func:`harness.op_row`.
+        backwards: the forward passes whose backward passes are measured, if they are not ``runs``.
+    """
+    with torch.no_grad():
+        forward, host = forward_ms(runs, budget_ms=100), host_us(runs["ours"])
+    yield op_row(f"{op} forward", shape, forward, limits[0], worst, host)
+    yield op_row(f"{op} backward", shape, backward_ms(backwards or runs, inputs, dy), limits[1], worst)
+
+
 def small_norm(x: Tensor, gamma: Tensor) -> Tensor:
     wide = x.float()
     return ((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)) * gamma.float()).to(x.dtype)
 
 
-def rms_norm(machine: Machine) -> Iterator[OpRow]:
+def rms_norm(machine: Machine) -> Iterator[Row]:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def ours(x: Tensor, gamma: Tensor) -> Tensor:
@@ -80,31 +104,24 @@ def rms_norm(machine: Machine) -> Iterator[OpRow]:
         compare(ours, exact, random_tensor(n, d), random_tensor(d)) for n, d in ((301, HIDDEN), (5, 1536), (1, 100))
     )
     for rows in (4096, 16384):
-        x, gamma, dy = (
-            random_tensor(rows, HIDDEN, grad=True),
-            random_tensor(HIDDEN, grad=True),
-            random_tensor(rows, HIDDEN),
-        )
+        x, gamma = random_tensor(rows, HIDDEN, grad=True), random_tensor(HIDDEN, grad=True)
+        dy = random_tensor(rows, HIDDEN)
         functions = {"small ops": small_norm, "compiled": compiled(small_norm), "aten": aten, "Liger": liger}
         runs = {name: partial(function, x, gamma) for name, function in (functions | {"ours": ours}).items()}
         with torch.no_grad():
-            forward = forward_ms(runs)
-            host = host_us(runs["ours"])
+            forward, host = forward_ms(runs), host_us(runs["ours"])
             rstd = npu.npu_rms_norm(x, gamma, 1e-6)[1]
-        # Autograd casts the float32 gradient of gamma with an additional kernel.
         operator = partial(npu.npu_rms_norm_backward, dy, x.detach(), gamma.detach(), rstd)
-        backward = backward_ms(runs, [x, gamma], dy, besides={"operator": operator})
-        ours_alone = backward.pop("operator")
-        alone = backward | {"ours": ours_alone}
-        passes = (("forward", forward, 2), ("backward", backward, 3), ("backward, operator", alone, 3))
-        for name, times, tensors in passes:
-            limit = machine.limit_ms(bytes=tensors * x.numel() * 2)
-            yield op_row(
-                f"rms_norm {name}", f"{rows}×{HIDDEN}", times, limit, worst, host if name == "forward" else None
-            )
+        backward = backward_ms(runs, [x, gamma], dy, operator=operator)
+        # autograd casts the float32 gradient of gamma with another kernel
+        alone = backward.pop("operator")
+        shape, one = f"{rows}×{HIDDEN}", machine.limit_ms(bytes=x.numel() * 2)
+        yield op_row("rms_norm forward", shape, forward, 2 * one, worst, host)
+        yield op_row("rms_norm backward", shape, backward, 3 * one, worst)
+        yield op_row("rms_norm backward, operator", shape, backward | {"ours": alone}, 3 * one, worst)
 
 
-def add_rms_norm(machine: Machine) -> Iterator[OpRow]:
+def add_rms_norm(machine: Machine) -> Iterator[Row]:
     def small(x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
         x = x1 + x2
         return small_norm(x, gamma), x
@@ -125,7 +142,7 @@ def add_rms_norm(machine: Machine) -> Iterator[OpRow]:
     yield op_row("add_rms_norm forward", f"{TOKENS}×{HIDDEN}", forward_ms(runs), limit, worst, host_us(runs["ours"]))
 
 
-def swiglu(machine: Machine) -> Iterator[OpRow]:
+def swiglu(machine: Machine) -> Iterator[Row]:
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
     def small(x: Tensor) -> Tensor:
@@ -141,16 +158,11 @@ def swiglu(machine: Machine) -> Iterator[OpRow]:
         "Liger": lambda: LigerFusedGateUpSiLUMulFunction.apply(x),
         "ours": lambda: npu.npu_swiglu(x),
     }
-    with torch.no_grad():
-        forward = forward_ms(runs)
-        host = host_us(runs["ours"])
-    backward = backward_ms(runs, [x], dy)
-    shape = f"{rows}×2·{EXPERT_HIDDEN}"
-    yield op_row("swiglu forward", shape, forward, machine.limit_ms(bytes=3 * dy.numel() * 2), worst, host)
-    yield op_row("swiglu backward", shape, backward, machine.limit_ms(bytes=5 * dy.numel() * 2), worst)
+    one = machine.limit_ms(bytes=dy.numel() * 2)
+    yield from both_passes("swiglu", f"{rows}×2·{EXPERT_HIDDEN}", runs, [x], dy, (3 * one, 5 * one), worst)
 
 
-def rotary(machine: Machine) -> Iterator[OpRow]:
+def rotary(machine: Machine) -> Iterator[Row]:
     """Measure interleaved pairs of the last 64 channels (DeepSeek) and halves of all channels (Qwen3)."""
     yield from rotary_in(machine, "interleave", heads=128, width=192, size=64)
     yield from rotary_in(machine, "half", heads=32, width=128, size=128)
@@ -165,7 +177,7 @@ def textbook(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
 
 
-def rotary_in(machine: Machine, mode: str, heads: int, width: int, size: int) -> Iterator[OpRow]:
+def rotary_in(machine: Machine, mode: str, heads: int, width: int, size: int) -> Iterator[Row]:
     from liger_kernel.ops.rope import LigerRopeFunction
     from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
 
@@ -195,24 +207,18 @@ def rotary_in(machine: Machine, mode: str, heads: int, width: int, size: int) ->
         "Liger" if mode == "half" else "Liger, halves": liger,
         "ours": ours,
     }
-    with torch.no_grad():  # a strided view of the last channels of each head
-        runs: dict[str, Run] = {name: partial(function, q[..., -size:]) for name, function in functions.items()}
-        forward = forward_ms(runs)
-        host = host_us(runs["ours"])
+    # forward, a strided view of the last channels of each head
+    runs: dict[str, Run] = {name: partial(function, q[..., -size:]) for name, function in functions.items()}
     part = q.detach()[..., -size:].contiguous().requires_grad_()
-    runs = {name: partial(function, part) for name, function in functions.items()}
-    runs |= {name: lambda: liger(part).transpose(1, 2) for name in runs if name.startswith("Liger")}
-    backward = backward_ms(runs, [part], dy)
+    backwards: dict[str, Run] = {name: partial(function, part) for name, function in functions.items()}
+    backwards |= {name: lambda: liger(part).transpose(1, 2) for name in runs if name.startswith("Liger")}
     shape = f"{TOKENS}×{heads}×{size}, {'pairs' if mode == 'interleave' else 'halves'}"
-    yield op_row("rotary forward", shape, forward, machine.limit_ms(bytes=2 * dy.numel() * 2), worst, host)
-    # The operator also returns the gradients of the angles, which read the input.
-    yield op_row("rotary backward", shape, backward, machine.limit_ms(bytes=3 * dy.numel() * 2), worst)
+    # The backward operator also returns the gradients of the angles, which read the input.
+    one = machine.limit_ms(bytes=dy.numel() * 2)
+    yield from both_passes("rotary", shape, runs, [part], dy, (2 * one, 3 * one), worst, backwards)
 
 
-npu = torch.ops.npu
-
-
-def choices(tokens: int, experts: int, top_k: int = TOP_K) -> Tensor:
+def random_experts(tokens: int, experts: int, top_k: int = TOP_K) -> Tensor:
     return torch.rand(tokens, experts, device="cuda").topk(top_k).indices
 
 
@@ -233,16 +239,16 @@ def small_unsort(rows: Tensor, order: Tensor) -> Tensor:
     return unsorted
 
 
-def gathered_unpermute(rows: Tensor, places: Tensor, scores: Tensor) -> Tensor:
+def gathered_unpermute(rows: Tensor, positions: Tensor, scores: Tensor) -> Tensor:
     """Unpermute as a sum over gathered rows, which compiles to one kernel."""
-    slots = rows[places].view(*scores.shape, rows.shape[1])
+    slots = rows[positions].view(*scores.shape, rows.shape[1])
     return (slots.float() * scores.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def permute(machine: Machine) -> Iterator[OpRow]:
-    experts = choices(TOKENS, 64)
+def permute(machine: Machine) -> Iterator[Row]:
+    experts = random_experts(TOKENS, 64)
     x, dy = random_tensor(TOKENS, HIDDEN, grad=True), random_tensor(TOKENS * TOP_K, HIDDEN)
-    some = choices(301, 5, 3)
+    some = random_experts(301, 5, 3)
     worst = compare(
         lambda x: npu.npu_moe_token_permute(x, some)[0], lambda x: small_permute(x, some), random_tensor(301, 1001)
     )
@@ -251,71 +257,56 @@ def permute(machine: Machine) -> Iterator[OpRow]:
         "compiled": partial(compiled(small_permute), x, experts),
         "ours": lambda: npu.npu_moe_token_permute(x, experts)[0],
     }
-    with torch.no_grad():
-        forward = forward_ms(runs)
-        host = host_us(runs["ours"])
-    backward = backward_ms(runs, [x], dy)
     shape, moved = f"{TOKENS}×{HIDDEN}, top {TOP_K}", (x.numel() + dy.numel()) * 2
-    yield op_row("permute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
-    yield op_row("permute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
+    limit = machine.limit_ms(bytes=moved)
+    yield from both_passes("permute", shape, runs, [x], dy, (limit, limit), worst)
 
-    places = npu.npu_moe_token_permute(x.detach(), experts)[1]
+    positions = npu.npu_moe_token_permute(x.detach(), experts)[1]
     order = experts.view(-1).argsort(stable=True)
     rows, dy = dy.requires_grad_(), x.detach()
     scores = torch.rand(TOKENS, TOP_K, device="cuda").requires_grad_()
     runs = {
         "small ops": lambda: small_unpermute(rows, order, scores),
         "compiled": partial(compiled(small_unpermute), rows, order, scores),
-        "compiled gather": partial(compiled(gathered_unpermute), rows, places, scores),
-        "ours": lambda: npu.npu_moe_token_unpermute(rows, places, scores),
+        "compiled gather": partial(compiled(gathered_unpermute), rows, positions, scores),
+        "ours": lambda: npu.npu_moe_token_unpermute(rows, positions, scores),
     }
-    some_places, some_order = (
-        npu.npu_moe_token_permute(random_tensor(301, 8), some)[1],
-        some.view(-1).argsort(stable=True),
-    )
+    some_order = some.view(-1).argsort(stable=True)
+    some_positions = npu.npu_moe_token_permute(random_tensor(301, 8), some)[1]
 
     def exact(rows: Tensor, scores: Tensor) -> Tensor:
         unsorted = torch.empty_like(rows).index_copy(0, some_order, rows)
         return (unsorted.view(301, 3, -1) * scores.unsqueeze(-1)).sum(1)
 
     worst = compare(
-        lambda rows, scores: npu.npu_moe_token_unpermute(rows, some_places, scores),
+        lambda rows, scores: npu.npu_moe_token_unpermute(rows, some_positions, scores),
         exact,
         random_tensor(903, 1001),
         random_tensor(301, 3),
     )
-    with torch.no_grad():
-        forward = forward_ms(runs)
-        host = host_us(runs["ours"])
-    backward = backward_ms(runs, [rows, scores], dy)
-    yield op_row("unpermute forward", shape, forward, machine.limit_ms(bytes=moved), worst, host)
-    moved = (dy.numel() + 2 * rows.numel()) * 2
-    yield op_row("unpermute backward", shape, backward, machine.limit_ms(bytes=moved), worst)
+    limits = limit, machine.limit_ms(bytes=(dy.numel() + 2 * rows.numel()) * 2)
+    yield from both_passes("unpermute", shape, runs, [rows, scores], dy, limits, worst)
 
     runs = {
         "small ops": lambda: small_unsort(rows, order),
         "compiled": partial(compiled(small_unsort), rows, order),
-        "index_select": lambda: rows.index_select(0, places),
-        "ours": lambda: npu.npu_moe_token_unpermute(rows, places),
+        "index_select": lambda: rows.index_select(0, positions),
+        "ours": lambda: npu.npu_moe_token_unpermute(rows, positions),
     }
     worst = compare(
-        lambda rows: npu.npu_moe_token_unpermute(rows, some_places),
-        lambda rows: rows[some_places],
+        lambda rows: npu.npu_moe_token_unpermute(rows, some_positions),
+        lambda rows: rows[some_positions],
         random_tensor(903, 1001),
     )
-    with torch.no_grad():
-        forward = forward_ms(runs)
-        host = host_us(runs["ours"])
-    backward = backward_ms(runs, [rows], torch.randn_like(rows))
     shape, limit = f"{TOKENS * TOP_K}×{HIDDEN}", machine.limit_ms(bytes=2 * rows.numel() * 2)
-    yield op_row("unpermute without scores forward", shape, forward, limit, worst, host)
-    yield op_row("unpermute without scores backward", shape, backward, limit, worst)
+    name = "unpermute without scores"
+    yield from both_passes(name, shape, runs, [rows], torch.randn_like(rows), (limit, limit), worst)
 
 
 EXPERTS, GROUPS, LIMITED_GROUPS = 256, 8, 4
 
 
-def gating(machine: Machine) -> Iterator[OpRow]:
+def gating(machine: Machine) -> Iterator[Row]:
     """Measure the router of DeepSeek-V3.2 without its linear layer, with the counting of tokens."""
     from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
@@ -339,7 +330,7 @@ def gating(machine: Machine) -> Iterator[OpRow]:
     runs: dict[str, Run] = {name: partial(function, logits, bias) for name, function in functions.items()}
     scores: dict[str, Run] = {name: lambda run=run: run()[0] for name, run in runs.items()}
     eager, ours = (
-        [launches(run), launches(_gradient(run, logits, dy))] for run in (scores["small ops"], scores["ours"])
+        [launches(run), launches(backward_of(run, [logits], dy))] for run in (scores["small ops"], scores["ours"])
     )
     with torch.no_grad():
         forward, host = forward_ms(runs), host_us(runs["ours"])
@@ -350,11 +341,6 @@ def gating(machine: Machine) -> Iterator[OpRow]:
         shape = f"{TOKENS}×{EXPERTS}, top {TOP_K}, launches {eager[number]} → {ours[number]}"
         limit = machine.limit_ms(bytes=limits[number])
         yield op_row(f"gating {name}", shape, times, limit, worst, None if number else host)
-
-
-def _gradient(run: Run, x: Tensor, dy: Tensor) -> Run:
-    y = run()
-    return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
 
 
 def unequal(rows: int, experts: int) -> list[int]:
@@ -384,7 +370,7 @@ def product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> T
     return npu.npu_grouped_matmul([x], [weight], **keywords)[0]
 
 
-def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
+def grouped_matmul(machine: Machine) -> Iterator[Row]:
     from torchtitan_npu.gpu_kernels import grouped_matmul as kernels
     from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul as differentiable
 
@@ -398,8 +384,8 @@ def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
 
     worst = compare(lambda x, weight: differentiable(x, weight, counts), exact, x, weight)
     wide = exact(x.double(), weight.double())
-    for given in (weight, weight.mT.contiguous().mT):
-        worst = max(worst, error(kernels.rows_product(x, given, ends), wide))
+    for matrices in (weight, weight.mT.contiguous().mT):
+        worst = max(worst, error(kernels.rows_product(x, matrices, ends), wide))
     dy = random_tensor(sum(sizes), 384)
     sums = torch.stack([a.t() @ b for a, b in zip(x.double().split(sizes), dy.double().split(sizes), strict=True)])
     worst = max(worst, error(kernels.sums_product(x.t(), dy, ends), sums))
@@ -423,32 +409,25 @@ def grouped_matmul(machine: Machine) -> Iterator[OpRow]:
             ours = partial(product, a, b, counts, group_type)
             small = partial(loop_of_sums if group_type else loop, a, b, sizes)
             triton_kernel = kernels.sums_product if group_type else kernels.rows_product
-            runs = {
+            runs: dict[str, Run] = {
                 "small ops": small,
                 "torch._grouped_mm": partial(torch._grouped_mm, a, b, offs=ends),
                 "Triton": partial(triton_kernel, a, b, ends),
                 "ours": ours,
             }
-            times = forward_ms(runs, budget_ms=100)
-            host = host_us(ours)
-            yield op_row(f"grouped_matmul {name}", shape, times, limit, worst, host)
+            yield op_row(f"grouped_matmul {name}", shape, forward_ms(runs, budget_ms=100), limit, worst, host_us(ours))
         # The accumulator is float32, read and written.
         limit = machine.limit_ms(size(x, dy) + 2 * 4 * weight.numel(), flops)
-        yield op_row("grouped_matmul_add", shape, added_ms(x, dy, counts, sizes), limit, worst)
+        total = torch.zeros(experts, EXPERT_HIDDEN, HIDDEN, device="cuda")
+        runs = {
+            "small ops": lambda: total.add_(loop_of_sums(dy.t(), x, sizes)),  # noqa: B023
+            "torch._grouped_mm": lambda: total.add_(torch._grouped_mm(dy.t(), x, offs=ends)),  # noqa: B023
+            "ours": partial(npu.npu_grouped_matmul_add_, total, dy, x, counts, group_list_type=1),
+        }
+        yield op_row("grouped_matmul_add", shape, forward_ms(runs, budget_ms=100), limit, worst)
 
 
-def added_ms(x: Tensor, dy: Tensor, counts: Tensor, sizes: list[int]) -> dict[str, float]:
-    """Measure the weight gradient, accumulated in float32."""
-    total, ends = torch.zeros(len(sizes), dy.shape[1], x.shape[1], device="cuda"), counts.cumsum(0).int()
-    runs: dict[str, Run] = {
-        "small ops": lambda: total.add_(loop_of_sums(dy.t(), x, sizes)),
-        "torch._grouped_mm": lambda: total.add_(torch._grouped_mm(dy.t(), x, offs=ends)),
-        "ours": lambda: npu.npu_grouped_matmul_add_(total, dy, x, counts, group_list_type=1),
-    }
-    return forward_ms(runs, budget_ms=100)
-
-
-def attention(machine: Machine) -> Iterator[OpRow]:
+def attention(machine: Machine) -> Iterator[Row]:
     """Measure causal attention as llama3 8B and DeepSeek-V3 call it, and packed documents."""
     yield from causal_attention(machine, "llama3 8B", 8192, heads=32, key_heads=8, width=128, value_width=128)
     yield from causal_attention(machine, "DeepSeek-V3", 4096, heads=128, key_heads=128, width=192, value_width=128)
@@ -457,7 +436,7 @@ def attention(machine: Machine) -> Iterator[OpRow]:
 
 def causal_attention(
     machine: Machine, model: str, tokens: int, heads: int, key_heads: int, width: int, value_width: int
-) -> Iterator[OpRow]:
+) -> Iterator[Row]:
     q, k, v = (
         random_tensor(1, tokens, n, d, grad=True)
         for n, d in ((heads, width), (key_heads, width), (key_heads, value_width))
@@ -479,10 +458,12 @@ def causal_attention(
     if width == value_width:
         runs["flash attention"] = partial(sdpa, SDPBackend.FLASH_ATTENTION)
     flops = tokens * tokens * heads * (width + value_width)  # half of the scores are masked
-    yield from attention_rows(machine, f"attention, {model}", f"{tokens}×{heads}×{width}", runs, [q, k, v], dy, flops)
+    forward, backward = machine.limit_ms(flops=flops), machine.limit_ms(flops=2.5 * flops)
+    shape = f"{tokens}×{heads}×{width}"
+    yield from both_passes(f"attention, {model}", shape, runs, [q, k, v], dy, (forward, backward), 0.0)
 
 
-def packed_attention(machine: Machine, lengths: list[int], heads: int, key_heads: int, width: int) -> Iterator[OpRow]:
+def packed_attention(machine: Machine, lengths: list[int], heads: int, key_heads: int, width: int) -> Iterator[Row]:
     tokens, ends = sum(lengths), list(itertools.accumulate(lengths))
     q, k, v = (random_tensor(tokens, n, width, grad=True) for n in (heads, key_heads, key_heads))
     dy, mask = random_tensor(tokens, heads, width), causal_mask(q.device)
@@ -500,20 +481,12 @@ def packed_attention(machine: Machine, lengths: list[int], heads: int, key_heads
     runs: dict[str, Run] = {"small ops": varlen, "varlen_attn": varlen, "ours": ours}
     flops = sum(n * n for n in lengths) * heads * 2 * width
     shape = f"{tokens}×{heads}×{width}, {len(lengths)} documents"
-    yield from attention_rows(machine, "attention, packed", shape, runs, [q, k, v], dy, flops)
-
-
-def attention_rows(
-    machine: Machine, name: str, shape: str, runs: dict[str, Run], inputs: list[Tensor], dy: Tensor, flops: float
-) -> Iterator[OpRow]:
-    with torch.no_grad():
-        forward, host = forward_ms(runs, budget_ms=100), host_us(runs["ours"])
-    yield op_row(f"{name} forward", shape, forward, machine.limit_ms(flops=flops), 0.0, host)
-    yield op_row(f"{name} backward", shape, backward_ms(runs, inputs, dy), machine.limit_ms(flops=2.5 * flops), 0.0)
+    forward, backward = machine.limit_ms(flops=flops), machine.limit_ms(flops=2.5 * flops)
+    yield from both_passes("attention, packed", shape, runs, [q, k, v], dy, (forward, backward), 0.0)
 
 
 def check_against(ours: Run, peer: Run, inputs: list[Tensor], dy: Tensor) -> None:
-    """Raise if our output or a gradient differs from the peer's by more than two roundings of its norm."""
+    """Check that the output and gradients differ from the peer's by at most two roundings of their norm."""
     results = []
     for run in (ours, peer):
         y = run()
@@ -527,9 +500,8 @@ OPS = {f.__name__: f for f in (rms_norm, add_rms_norm, gating, permute, swiglu, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(OPS), default=list(OPS))
-    parser.add_argument("--json", type=Path, help="write the results")
     args = parser.parse_args()
     need_gpu()
     if importlib.util.find_spec("liger_kernel") is None:
@@ -545,16 +517,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
     print("| op | shape | eager, ms | best peer, ms | ours, ms | limit, ms | of the limit | speed-up | host | error |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    rows: list[OpRow] = []
-    for name in args.only:
-        for one in OPS[name](machine):
-            rows.append(one)
-            print(one.line(), flush=True)
-            if args.json:
-                write_partial(args.json, [asdict(one) for one in rows], **rates)
-        torch.cuda.empty_cache()
-    if args.json:
-        write(args.json, [asdict(one) for one in rows], **rates)
+    store(args.json, printed((OPS[name](machine) for name in args.only), op_line), **rates)
 
 
 if __name__ == "__main__":

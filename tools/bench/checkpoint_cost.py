@@ -1,6 +1,6 @@
-"""Measure what the checksums of a checkpoint cost: DCP's writer against this package's, on the same file system.
+"""Measure what the checksums of a checkpoint cost: DCP's writer against this package's, in the current folder.
 
-python -m tools.bench.checkpoint_cost [--gib 1] [--folder .] [--repeats 30]
+python -m tools.bench.checkpoint_cost [--gib 1] [--repeats 30]
 
 The speed of a disk changes from save to save. The cost is therefore the median over rounds, of a save with checksums
 against the save without them in the same round.
@@ -53,23 +53,21 @@ class WithoutChecksums(ChecksumFileSystem):
         self.records[Path(path).name] = FileRecord(0, "")
 
 
-def check_files(checkpoint: Path) -> None:
-    manifest = Manifest.read(checkpoint)
-    manifest.check_files(checkpoint, list(manifest.files))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="file system to measure")
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    folder = args.folder / "checkpoint_cost"
+    folder = Path("checkpoint_cost")
     state = {f"layers.{i}": torch.randn(int(args.gib * 2**24)) for i in range(16)}
     lock = WriterLock(folder)
     lock.acquire()
     publication = Publication("bench", {}, lock)
+
+    def check() -> None:
+        manifest = Manifest.read(folder / "step-1")
+        manifest.check_files(folder / "step-1", list(manifest.files))
 
     def save(checksums: bool) -> None:
         writer = CheckpointWriter(folder / "step-1", publication)
@@ -88,7 +86,7 @@ def main() -> None:
             for name in order.sample(list(saves), 3):
                 times[name].append(seconds(saves[name]))
                 if name == "with checksums":
-                    times["check on load"].append(seconds(lambda: check_files(folder / "step-1")))
+                    times["check on load"].append(seconds(check))
                 shutil.rmtree(folder / "step-1")
     finally:
         shutil.rmtree(folder)

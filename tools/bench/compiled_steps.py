@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compare training steps compiled without generated kernels with eager ones, on a GPU: results and host time.
 
-    python tools/bench/compiled_steps.py [--models llama3 deepseek_v3] [--steps 6] [--rounds 30] [--json FILE]
+    python tools/bench/compiled_steps.py [--steps 6] [--rounds 30] [--json FILE]
 
 Models are debugmodel in bfloat16, on the shipped corpus, on one device and with deterministic algorithms. Each job is
 trained from the same seed, eager and compiled; losses, gradient norms and weights must be bit-identical. Then the steps
@@ -10,24 +10,18 @@ take turns: the host time ends when the step returns, the step time when the dev
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from harness import CONVERTERS, ROOT, Row, installed, parser_of, printed, rank_environment, store, trainer_of
 
-from harness import ROOT, installed, rank_environment, trainer_of, write
-
-CONVERTERS = {
-    "llama3": ["npu_rms_norm", "npu_rope", "npu_attention"],
-    "deepseek_v3": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
-}
+MODELS = ("llama3", "deepseek_v3")
 SEQUENCE = 512
 
 
@@ -70,13 +64,13 @@ class Steps:
         return {"losses": [float(loss) for loss in self.losses], **{key: value.clone() for key, value in state.items()}}
 
 
-def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def differing(compiled: dict[str, Any], eager: dict[str, Any]) -> list[str]:
     """Name the losses and weights that are not bit-identical."""
     import torch
 
-    names = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
-    found = [name for name in names if not torch.equal(ours[name], theirs[name])]
-    return ["losses"] * (ours["losses"] != theirs["losses"]) + found
+    names = [name for name, value in eager.items() if isinstance(value, torch.Tensor)]
+    found = [name for name in names if not torch.equal(compiled[name], eager[name])]
+    return ["losses"] * (compiled["losses"] != eager["losses"]) + found
 
 
 def timed(steps: dict[str, Steps], rounds: int) -> dict[str, dict[str, float]]:
@@ -103,14 +97,14 @@ def timed(steps: dict[str, Steps], rounds: int) -> dict[str, dict[str, float]]:
     return {name: dict(zip(("host_ms", "step_ms"), pair, strict=True)) for name, pair in medians.items()}
 
 
-def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Return one row per variant of a model, with the names of what differs between compiled and eager."""
+def measure(model: str, steps: int, rounds: int) -> Iterator[Row]:
+    """Yield one row per variant of a model, with the names of what differs between compiled and eager."""
     import torch
 
-    rows, differences = [], {}
+    differences = {}
     with ExitStack() as stack:
         running: dict[str, Steps] = {}
-        for converters in ([], CONVERTERS[model]):
+        for converters in (list[str](), CONVERTERS[model]):
             of_both = {}
             for compiled in (False, True):
                 name = ("converters" if converters else "eager") + (", compiled" if compiled else "")
@@ -122,17 +116,13 @@ def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
             differences[name] = differing(of_both[True], of_both[False])
         for name, times in timed(running, rounds).items():
             compared = {"steps_compared": steps, "differing": differences[name]} if name in differences else {}
-            rows.append({"model": model, "variant": name, **compared, **times})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"model": model, "variant": name, **compared, **times}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(CONVERTERS), default=list(CONVERTERS))
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="steps that are compared (default 6)")
     parser.add_argument("--rounds", type=int, default=30, help="steps of each variant that are timed (default 30)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     args = parser.parse_args()
     os.environ.update(rank_environment(CUBLAS_WORKSPACE_CONFIG=":4096:8"))
     sys.path.insert(0, str(ROOT))
@@ -142,9 +132,9 @@ def main() -> None:
     import torch
 
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a launch per allocation
-    rows = [row for model in args.models for row in measure(model, args.steps, args.rounds)]
-    if args.json:
-        write(args.json, rows, "cuda" if platform.backend() == "cuda" else "cpu", peers=installed(("torchtitan",)))
+    device = "cuda" if platform.backend() == "cuda" else "cpu"
+    measured = (measure(model, args.steps, args.rounds) for model in MODELS)
+    rows = store(args.json, printed(measured, str), device, peers=installed(("torchtitan",)))
     if any(row.get("differing") for row in rows):
         raise SystemExit("a compiled job differs from its eager one")
 

@@ -1,10 +1,10 @@
-"""Measure how fast the user's own data becomes batches: tokens per second by format and worker processes, and memory.
+"""Measure how fast the user's data becomes batches: tokens per second by format and worker processes, and memory.
 
-    python -m tools.bench.data_loading [--mib 16] [--seconds 5] [--tokenizer FOLDER] [--workers 0,1,2] [--json FILE]
+    python -m tools.bench.data_loading [--seconds 5]
     python -m tools.bench.data_loading --stream 64,1024,4096
 
-The files have the shipped texts and conversations, repeated. The second form reads jsonl files of growing sizes, to
-show that memory does not grow with the file.
+The files have 16 MiB of the shipped texts and conversations, repeated. The second form reads jsonl files of growing
+sizes, to show that memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ from torchtitan_npu.components.corpus import ASSETS  # noqa: E402
 from torchtitan_npu.components.dataloader import build_text_dataloader  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
 
+TOKENIZER = str(ASSETS / "tokenizer")
+MIB = 16
+"""Size of each file."""
+WORKERS = (0, 1, 2)
+"""Numbers of worker processes."""
+
 
 def repeated(path: Path, size: int) -> Iterator[dict[str, Any]]:
     """Yield the records of a file again and again, until they have ``size`` bytes."""
@@ -43,10 +49,10 @@ def repeated(path: Path, size: int) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def write_files(folder: Path, mib: int) -> dict[str, tuple[str, Path]]:
+def write_files(folder: Path) -> dict[str, tuple[str, Path]]:
     """Write a file of each format, and return its dataset and path by name."""
-    texts = [*repeated(ASSETS / "corpus/corpus.jsonl", mib * 2**20)]
-    chats = repeated(ASSETS / "chat/chat.jsonl", mib * 2**20)
+    texts = [*repeated(ASSETS / "corpus/corpus.jsonl", MIB * 2**20)]
+    chats = repeated(ASSETS / "chat/chat.jsonl", MIB * 2**20)
     (folder / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (folder / "a.txt").write_text("\n\n".join(text["text"].replace("\n\n", "\n") for text in texts))
     pq.write_table(pa.Table.from_pylist(texts), folder / "a.parquet", row_group_size=1000)
@@ -65,10 +71,10 @@ def write_large_file(path: Path, mib: int) -> Path:
     return path
 
 
-def measure(dataset: str, path: Path, tokenizer: str, workers: int, seconds: float) -> dict[str, float]:
+def measure(dataset: str, path: Path, workers: int, seconds: float) -> dict[str, float]:
     """Return tokens per second and per second of CPU time, and the memory that loading adds to this process."""
     config = JobConfig()
-    config.model.hf_assets_path, config.data.txt_documents = tokenizer, "paragraph"
+    config.model.hf_assets_path, config.data.txt_documents = TOKENIZER, "paragraph"
     config.training.dataset, config.training.dataset_path = dataset, str(path)
     config.training.seq_len, config.training.local_batch_size = 2048, 8
     config.training.dataloader.num_workers = workers
@@ -76,7 +82,7 @@ def measure(dataset: str, path: Path, tokenizer: str, workers: int, seconds: flo
         config.data.chat_template = str(ASSETS / "chat/template.jinja")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cpu = cpu_seconds()
-    batches = iter(build_text_dataloader(1, 0, HuggingFaceTokenizer(tokenizer), config))
+    batches = iter(build_text_dataloader(1, 0, HuggingFaceTokenizer(TOKENIZER), config))
     next(batches)  # the first window is read, and workers are started
     start, tokens = time.perf_counter(), 0
     while (now := time.perf_counter()) < start + seconds:
@@ -108,18 +114,12 @@ def in_process(*args: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=16, help="size of each file")
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--tokenizer", default=str(ASSETS / "tokenizer"))
-    parser.add_argument("--workers", default="0,1,2", help="numbers of worker processes")
     parser.add_argument("--stream", help="MiB of jsonl files to read instead, each without worker processes")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
 
-    def add_row(name: str, dataset: str, path: Path, workers: int) -> None:
-        measured = in_process(dataset, path, args.tokenizer, workers, args.seconds)
-        rows.append({"format": name, "workers": workers, **measured})
+    def show(name: str, dataset: str, path: Path, workers: int) -> None:
+        measured = in_process(dataset, path, workers, args.seconds)
         print(
             f"{name:16} {workers} workers: {measured['tokens_per_s']:9,.0f} tokens/s, "
             f"{measured['tokens_per_cpu_s']:9,.0f} per CPU second, {measured['memory_mib']:4.0f} MiB more",
@@ -130,13 +130,11 @@ def main() -> None:
         if args.stream:
             for mib in map(int, args.stream.split(",")):
                 path = write_large_file(Path(folder) / "large.jsonl", mib)
-                add_row(f"jsonl, {path.stat().st_size / 2**20:,.0f} MiB", "text", path, 0)
+                show(f"jsonl, {path.stat().st_size / 2**20:,.0f} MiB", "text", path, 0)
         else:
-            for name, (dataset, path) in write_files(Path(folder), args.mib).items():
-                for workers in map(int, args.workers.split(",")):
-                    add_row(name, dataset, path, workers)
-    if args.json:
-        args.json.write_text(json.dumps({"mib": args.mib, "rows": rows}, indent=1) + "\n")
+            for name, (dataset, path) in write_files(Path(folder)).items():
+                for workers in WORKERS:
+                    show(name, dataset, path, workers)
 
 
 if __name__ == "__main__":

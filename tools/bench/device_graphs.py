@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Host time and speed of training steps with and without ``npu.device_graphs``, on one GPU or NPU.
 
-    python tools/bench/device_graphs.py [--only llama3 ...] [--variants eager ...] [--steps 20] [--json FILE]
+    python tools/bench/device_graphs.py [--steps 20] [--json FILE]
 
 llama3 has the sizes of Llama-3.2-1B (16 layers, dim 2048, without tied weights), deepseek_v3 8 layers of dim 1024 with
 16 experts of which a token uses 4. The batch is one sequence; parameters are float32, products bfloat16.
@@ -14,22 +14,18 @@ the reserved memory is that at the end.
 
 from __future__ import annotations
 
-import argparse
 import gc
+import os
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
-from harness import rank_environment, write, write_partial
+from harness import GIB, Row, parser_of, printed, rank_environment, store
 
-GIB = 1 << 30
 MODELS: dict[str, tuple[str, int]] = {
     "llama3, 256 tokens": ("llama3", 256),
     "llama3, 2048 tokens": ("llama3", 2048),
@@ -149,15 +145,16 @@ def measure_both(model: str, tokens: int, variant: str, steps: int) -> dict[str,
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose name begins so")
-    parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def rows(steps: int) -> Iterator[Row]:
+    for name, (model, tokens) in MODELS.items():
+        for variant in VARIANTS:
+            yield {"model": name, "variant": variant, **measure_both(model, tokens, variant, steps)}
 
-    import os
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
 
     from torchtitan_npu import platform
 
@@ -168,20 +165,8 @@ def main() -> int:
     import torchtitan_npu.train_specs.registry  # noqa: F401
 
     add_flavors()
-    rows: list[dict[str, Any]] = []
-    for name, (model, tokens) in MODELS.items():
-        if options.only and not name.startswith(tuple(options.only)):
-            continue
-        for variant in options.variants:
-            row = {"model": name, "variant": variant, **measure_both(model, tokens, variant, options.steps)}
-            rows.append(row)
-            print(row, flush=True)
-            if options.json:
-                write_partial(options.json, rows, platform.backend())
-    if options.json:
-        write(options.json, rows, platform.backend())
-    return 0
+    store(options.json, printed([rows(options.steps)], str), platform.backend())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 """Measure what the emulator adds to torch_npu's host time of a launch.
 
-    . tools/contract_env.sh && python tools/bench/emulator_launch.py [--rounds 3] [--json FILE]
+    . tools/contract_env.sh && python tools/bench/emulator_launch.py [--rounds 3]
 
 Each operator is called on small tensors in four processes. In the first, a library of empty functions replaces the
-emulator's operators and handles: that is torch_npu's own path, with the allocation of the workspace. Then come null
+emulator's operators and handles: that is torch_npu's path, with the allocation of the workspace. Then come null
 kernels, Python kernels that do nothing, and the emulator's kernels. What the second and third add is the cost of a
 launch; what the last adds is the kernel: torch's CPU operators and the Python function that calls them. Times are in
 microseconds, the least of all rounds: whatever else runs on the machine only adds to them.
 
-A large matmul is compared with torch's own on the CPU, in one process.
+A large matmul is compared with torch's on the CPU, in one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import machine, write
+from harness import machine
 
 from torchtitan_npu.emulator.build import C_TYPES, OPERATORS, PROTOTYPES, build
 from torchtitan_npu.emulator.workspaces import SYSTEM
@@ -134,39 +134,25 @@ def run_modes(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def rows_of(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return the parts of the time of each operator, and the large matmul."""
-    rows: list[dict[str, Any]] = []
-    for name in found["empty"]:
-        own, null, nothing, kernels = (found[mode][name] for mode in MODES)
-        times = {"torch_npu": own, "runtime": null - own, "arguments": nothing - null, "kernel": kernels - nothing}
-        rows.append({"operator": name, **times, "all": kernels})
-    cpu, npu = (found["kernels"][f"matmul {device}"] for device in ("cpu", "npu"))
-    return [*rows, {"operator": f"matmul of {SIZE}", "cpu": cpu, "npu": npu, "ratio": npu / cpu}]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", choices=MODES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args.measure)))
         return
-    rows = rows_of(run_modes(args.rounds))
+    found = run_modes(args.rounds)
     print("| µs | torch_npu's own path | runtime in C | arguments and Python call | a launch adds | kernel | in all |")
     print("|---|---|---|---|---|---|---|")
-    for row in rows[:-1]:
-        added = row["runtime"] + row["arguments"]
-        numbers = (row["torch_npu"], row["runtime"], row["arguments"], added, row["kernel"], row["all"])
-        print(f"| `{row['operator']}` | " + " | ".join(f"{number:.1f}" for number in numbers) + " |")
-    large = rows[-1]
-    times = ", ".join(f"{large[device] / 1000:.1f} ms on the {device}" for device in ("cpu", "npu"))
-    print(f"\n`torch.mm` of {SIZE} × {SIZE} matrices: {times}, ratio {large['ratio']:.3f}")
+    for name in found["empty"]:
+        empty, null, nothing, kernels = (found[mode][name] for mode in MODES)
+        numbers = (empty, null - empty, nothing - null, nothing - empty, kernels - nothing, kernels)
+        print(f"| `{name}` | " + " | ".join(f"{number:.1f}" for number in numbers) + " |")
+    cpu, npu = (found["kernels"][f"matmul {device}"] for device in ("cpu", "npu"))
+    times = f"{cpu / 1000:.1f} ms on the cpu, {npu / 1000:.1f} ms on the npu, ratio {npu / cpu:.3f}"
+    print(f"\n`torch.mm` of {SIZE} × {SIZE} matrices: {times}")
     print(f"\n*{machine('cpu')}, one thread*")
-    if args.json:
-        write(args.json, rows, "cpu")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -28,6 +29,29 @@ from torch import Tensor
 
 PEERS = ("liger-kernel", "attn_gym")
 """Libraries that are also measured if they are installed."""
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "train_configs"
+ONE_RANK = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
+GIB = 1 << 30
+CONVERTERS = {
+    "llama3": ["npu_rms_norm", "npu_rope", "npu_attention"],
+    "qwen3": ["npu_rms_norm", "npu_rope", "npu_attention"],
+    "qwen3_moe": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
+    "deepseek_v3": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
+    "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"],
+    "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"],
+}
+"""All converters of each model."""
+
+Row = dict[str, Any]
+Run = Callable[[], Any]
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the help text ``doc`` and the option ``--json``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
+    return parser
 
 
 def need_gpu() -> None:
@@ -57,7 +81,7 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def peers_in(folder: Path, modules: Mapping[str, str]) -> dict[str, str]:
-    """Make ``folder`` importable and return the versions of the peers in it, whose ``modules`` are given by name."""
+    """Make ``folder`` importable and return the versions of the peers in it, by the names of their ``modules``."""
     sys.path.insert(0, str(folder))
     found = {name: import_module(module) for name, module in modules.items() if find_spec(module)}
     return {name: getattr(module, "__version__", "from source") for name, module in found.items()}
@@ -68,14 +92,13 @@ def partial_file(file: Path) -> Path:
     return file.with_suffix(".partial.json")
 
 
-def write(file: Path, rows: list[dict[str, Any]], device: str = "cuda", /, **more: Any) -> None:
-    """Write ``rows`` as JSON with the date, the machine, the versions and the command."""
-    write_partial(file, rows, device, **more)
-    partial_file(file).replace(file)
+def store(file: Path | None, rows: Iterable[Row], device: str = "cuda", /, **more: Any) -> list[Row]:
+    """Return all ``rows``, and write them to ``file`` as JSON with the date, the machine, the versions and the command.
 
-
-def write_partial(file: Path, rows: list[dict[str, Any]], device: str = "cuda", /, **more: Any) -> None:
-    """Write to :func:`partial_file` instead: an interrupted run keeps its rows and does not change ``file``."""
+    Until the last row they are in :func:`partial_file`: an interrupted run keeps its rows and does not change ``file``.
+    """
+    if file is None:
+        return [*rows]
     about = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(device),
@@ -84,12 +107,22 @@ def write_partial(file: Path, rows: list[dict[str, Any]], device: str = "cuda", 
         "peers": installed(PEERS),
         "command": f"python tools/bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".partition(" --json")[0],
     }
-    partial_file(file).write_text(json.dumps({**about, **more, "rows": rows}, indent=1) + "\n")
+    found: list[Row] = []
+    for row in rows:
+        found.append(row)
+        partial_file(file).write_text(json.dumps({**about, **more, "rows": found}, indent=1) + "\n")
+    partial_file(file).replace(file)
+    return found
 
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "train_configs"
-ONE_RANK = ["--parallelism.data_parallel_shard_degree", "1", "--parallelism.expert_parallel_degree", "1"]
+def printed(parts: Iterable[Iterable[Row]], line: Callable[[Row], str]) -> Iterator[Row]:
+    """Print each row of the ``parts`` and pass it on. The memory of a part is freed after it."""
+    for part in parts:
+        for row in part:
+            print(line(row), flush=True)
+            yield row
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def rank_environment(**more: str) -> dict[str, str]:
@@ -112,9 +145,6 @@ def trainer_of(arguments: list[str]) -> Iterator[Any]:
         trainer = trainer_module.Trainer(config)
         yield trainer
         trainer.close()
-
-
-Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -176,24 +206,19 @@ def _graph(run: Run, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
 
 def forward_ms(runs: Mapping[str, Run], budget_ms: float = 30.0) -> dict[str, float]:
     """Return the device times of ``runs``."""
-    return device_ms({name: partial(_itself, run) for name, run in runs.items()}, budget_ms)
+    return device_ms({name: lambda run=run: run for name, run in runs.items()}, budget_ms)  # type: ignore[misc]
 
 
-def _itself(run: Run) -> Run:
-    return run
-
-
-def backward_ms(
-    forwards: Mapping[str, Run], inputs: Sequence[Tensor], grad: Tensor, besides: Mapping[str, Run] | None = None
-) -> dict[str, float]:
-    """Return the device times of the backward passes of ``forwards``, and of the runs ``besides``."""
-    builds = {name: partial(_backward, forward, inputs, grad) for name, forward in forwards.items()}
-    return device_ms(builds | {name: partial(_itself, run) for name, run in (besides or {}).items()})
-
-
-def _backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor) -> Run:
+def backward_of(forward: Run, inputs: Sequence[Tensor], grad: Tensor) -> Run:
+    """Run ``forward``, and return its backward pass."""
     output = forward()
     return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+
+def backward_ms(runs: Mapping[str, Run], inputs: Sequence[Tensor], grad: Tensor, **besides: Run) -> dict[str, float]:
+    """Return the device times of the backward passes of ``runs``, and of the runs ``besides``."""
+    builds = {name: partial(backward_of, run, inputs, grad) for name, run in runs.items()}
+    return device_ms(builds | {name: lambda run=run: run for name, run in besides.items()})  # type: ignore[misc]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,18 +269,13 @@ def size(*values: Any) -> int:
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def timed(run: Run, flops: float = 0, **row: Any) -> dict[str, Any]:
-    """Return ``row`` with the time of :func:`device_ms`, the rate, and the peak of additional memory."""
-    return _timed(partial(_itself, run), flops, row)
+def timed(run: Run, flops: float = 0, backward: tuple[Sequence[Tensor], Tensor] | None = None, **row: Any) -> Row:
+    """Return ``row`` with the time of :func:`device_ms`, the rate, and the peak of additional memory.
 
-
-def timed_backward(forward: Run, inputs: Sequence[Tensor], grad: Tensor, **row: Any) -> dict[str, Any]:
-    """Measure like :func:`timed`, but only the backward pass of ``forward``."""
-    return _timed(partial(_backward, forward, inputs, grad), 0, row)
-
-
-def _timed(build: Callable[[], Run], flops: float, row: dict[str, Any]) -> dict[str, Any]:
-    # Build again for timing: the autograd graph of this one belongs to another stream.
+    With ``backward``, the inputs and the gradient of the output, only the backward pass of ``run`` is measured.
+    """
+    build: Callable[[], Run] = partial(backward_of, run, *backward) if backward else lambda: run
+    # built again for timing: the autograd graph of this one belongs to another stream
     peak = peak_bytes(build())
     ms = device_ms({"": build})[""]
     return row | {"ms": ms, "tflops": flops / ms / 1e9, "peak_mib": peak / 2**20}
@@ -276,44 +296,35 @@ BF16 = torch.bfloat16
 TOKENS, HIDDEN, TOP_K, EXPERT_HIDDEN = 4096, 7168, 8, 2048
 
 
-@dataclass
-class OpRow:
-    """Hold one measurement of an operator, in milliseconds."""
+def op_row(op: str, shape: str, times: dict[str, float], limit: float, worst: float, host: float | None = None) -> Row:
+    """Return the measurement of an operator.
 
-    op: str
-    shape: str
-    eager: float
-    peers: dict[str, float]
-    ours: float
-    limit: float
-    host_us: float | None = None
-    error: float = field(default=0.0)
-    """The largest error in units of bfloat16 rounding of the float64 result."""
+    Args:
+        times: milliseconds of each implementation, with our kernel as "ours" and eager code as "small ops".
+        limit: milliseconds that the hardware needs at least.
+        worst: the largest error in units of bfloat16 rounding of the float64 result.
+        host: microseconds of the host to launch our kernel.
+    """
+    peers = {name: ms for name, ms in times.items() if name not in ("small ops", "ours")}
+    measured = {"eager": times["small ops"], "peers": peers, "ours": times["ours"], "limit": limit}
+    return {"op": op, "shape": shape, **measured, "host_us": host, "error": worst}
 
-    def line(self) -> str:
-        """Return a table row for the console."""
-        peer = best_peer(self.peers) or ("-", float("nan"))
-        host = "" if self.host_us is None else f"{self.host_us:.0f} µs"
-        return (
-            f"| {self.op} | {self.shape} | {self.eager:.3f} | {peer[1]:.3f} ({peer[0]}) | {self.ours:.3f} "
-            f"| {self.limit:.3f} | {self.limit / self.ours:.0%} | {self.eager / self.ours:.1f}× | {host} "
-            f"| {self.error:.2f} |"
-        )
+
+def op_line(row: Row) -> str:
+    """Return the table row of an :func:`op_row` for the console."""
+    peer = best_peer(row["peers"]) or ("-", float("nan"))
+    host = "" if row["host_us"] is None else f"{row['host_us']:.0f} µs"
+    return (
+        f"| {row['op']} | {row['shape']} | {row['eager']:.3f} | {peer[1]:.3f} ({peer[0]}) | {row['ours']:.3f} "
+        f"| {row['limit']:.3f} | {row['limit'] / row['ours']:.0%} | {row['eager'] / row['ours']:.1f}× | {host} "
+        f"| {row['error']:.2f} |"
+    )
 
 
 def best_peer(peers: dict[str, float]) -> tuple[str, float] | None:
-    """Return the fastest public implementation. "Triton" is our own kernel."""
+    """Return the fastest public implementation. "Triton" is this package's kernel."""
     public = [pair for pair in peers.items() if pair[0] != "Triton"]
     return min(public, key=lambda pair: pair[1], default=None)
-
-
-def op_row(
-    op: str, shape: str, times: dict[str, float], limit: float, worst: float, host: float | None = None
-) -> OpRow:
-    times = dict(times)
-    return OpRow(
-        op, shape, times.pop("small ops"), ours=times.pop("ours"), peers=times, limit=limit, host_us=host, error=worst
-    )
 
 
 def random_tensor(*shape: int, grad: bool = False) -> Tensor:
@@ -347,9 +358,6 @@ def compare(ours: Callable[..., Any], oracle: Callable[..., Any], *tensors: Tens
     return max(error(actual, expected) for actual, expected in zip(*results, strict=True))
 
 
-Row = dict[str, Any]
-
-
 def of_peer(measure: Callable[..., Row], *arguments: Any, **row: Any) -> Row:
     """Return the row of ``measure``, or a row with the error of a peer that fails."""
     import triton
@@ -360,10 +368,11 @@ def of_peer(measure: Callable[..., Row], *arguments: Any, **row: Any) -> Row:
         return row | {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
 
 
-def in_turns(builds: Mapping[str, Callable[[], Run]], **row: Any) -> list[Row]:
-    """Return a row with time and memory for each of ``builds``, measured in turns by :func:`device_ms`.
+def in_turns(builds: Mapping[str, Callable[[], Run]], work: Mapping[str, tuple[float, float]], **row: Any) -> list[Row]:
+    """Return a row with time, memory, rate and limit for each of ``builds``, measured in turns by :func:`device_ms`.
 
-    A build returns the function to measure. A peer that is missing or fails has a row with its error.
+    A build returns the function to measure. A peer that is missing or fails has a row with its error. ``work`` has the
+    floating-point operations and the limit in ms of each build.
     """
     runs: dict[str, Run] = {}
 
@@ -374,8 +383,11 @@ def in_turns(builds: Mapping[str, Callable[[], Run]], **row: Any) -> list[Row]:
         return row | {"what": what, "peak_mib": peak / 2**20}
 
     rows = [of_peer(prepare, build, what=what, **row) for what, build in builds.items()]
-    times = forward_ms(runs)  # gradients, too: the runs call their operators
-    return [row | {"ms": times[row["what"]]} if row["what"] in times else row for row in rows]
+    for what, ms in forward_ms(runs).items():  # gradients, too: the runs call their operators
+        flops, limit = work[what]
+        (measured,) = (row for row in rows if row["what"] == what)
+        measured |= {"ms": ms, "tflops": flops / ms / 1e9, "limit_ms": limit}
+    return rows
 
 
 def check_peer(got: Tensor, ours: Tensor, most: float) -> float:
@@ -383,11 +395,6 @@ def check_peer(got: Tensor, ours: Tensor, most: float) -> float:
     if (error := difference(got, ours)) > most:
         raise ValueError(f"its result differs from ours by {error:.1e}")
     return error
-
-
-def add_rate(row: Row, flops: float, limit_ms: float) -> Row:
-    """Return a row of :func:`in_turns` with its rate and its limit, if it has a time."""
-    return row | {"tflops": flops / row["ms"] / 1e9, "limit_ms": limit_ms} if "ms" in row else row
 
 
 def mask_of(indices: Tensor) -> Tensor:

@@ -19,10 +19,8 @@ the rate of a large matmul, or the bytes of arguments and results at the rate of
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,14 +28,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
 from harness import (
     Machine,
     Row,
     Run,
-    add_rate,
     check_peer,
     compiled,
     difference,
@@ -47,12 +42,13 @@ from harness import (
     measure_machine,
     need_gpu,
     of_peer,
+    parser_of,
     peers_in,
+    printed,
     show,
     size,
+    store,
     timed,
-    write,
-    write_partial,
 )
 from torch import Tensor
 from torch.nn import functional as F
@@ -110,23 +106,16 @@ def loss_inputs(length: int, top_k: int) -> dict[str, Any]:
     ropes = inputs(length, heads, rope)
     indices, _ = indexer(index, top_k)
     held = (indices >= 0).sum(-1).transpose(1, 2)[..., None].float()
-    tensors = {
-        "query": attention["query"],
-        "key": attention["key"],
-        "query_rope": ropes["query"],
-        "key_rope": ropes["key"],
-        "query_index": index["query"],
-        "key_index": index["key"],
-        "weights": index["weights"],
-    }
-    statistics = {
+    return {
+        **{"query": attention["query"], "key": attention["key"]},
+        **{"query_rope": ropes["query"], "key_rope": ropes["key"]},
+        **{"query_index": index["query"], "key_index": index["key"], "weights": index["weights"]},
         "softmax_max": torch.zeros(1, 1, length, heads, device="cuda"),
         "softmax_sum": held.repeat(1, 1, 1, heads),
+        "sparse_indices": indices,
+        **{"actual_seq_qlen": None, "actual_seq_klen": None},
+        **{"scale_value": (ATTENTION["size"] + rope) ** -0.5, "layout": "BSND", "sparse_mode": 3},
     }
-    options = {"scale_value": (ATTENTION["size"] + rope) ** -0.5, "layout": "BSND", "sparse_mode": 3}
-    return (
-        tensors | statistics | options | {"sparse_indices": indices, "actual_seq_qlen": None, "actual_seq_klen": None}
-    )
 
 
 def loss(call: dict[str, Any], of: str = "cuda") -> tuple[Tensor, ...]:
@@ -154,14 +143,13 @@ def check() -> Iterator[Row]:
     held = indices[:, :, 0] >= 0
     assert torch.equal(held.sum(-1)[0].cpu(), torch.arange(1, length + 1).clamp(max=count))
     chosen = scores.gather(-1, indices[:, :, 0].clamp_min(0).long())
-    chosen_again = scores.topk(count).values
-    worst = chosen.masked_fill(~held, math.inf).amin(-1)
-    best_worst = chosen_again.masked_fill(~held, math.inf).amin(-1)
+    worst, best_worst = (x.masked_fill(~held, math.inf).amin(-1) for x in (chosen, scores.topk(count).values))
     yield {"what": "indexer: the last key's score, against the exact one", "error": _error(worst, best_worst)}
     yield {"what": "indexer: scores", "error": _error(values[:, :, 0][held], chosen[held])}
 
     call = loss_inputs(300, 64)
-    exact = {name: value.double() if _is_float(value) else value for name, value in call.items()}
+    floats = {name: x for name, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    exact = call | {name: x.double() for name, x in floats.items()}
     names = ("gradient of the query", "gradient of the key", "gradient of the weights", "loss")
     expected = loss(exact, "reference")
     for how in ("", ", in order"):
@@ -171,10 +159,6 @@ def check() -> Iterator[Row]:
         torch.use_deterministic_algorithms(False)
         for name, one, other in zip(names, got, expected, strict=True):
             yield {"what": f"{name}{how}", "error": _error(one, other)}
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
@@ -227,25 +211,30 @@ def small_loss(call: dict[str, Any], mask: Tensor) -> Tensor:
     return torch.where(p > 0, p * (p.log() - log_softmax), 0).sum()
 
 
-def small_loss_run(call: dict[str, Any], function: Callable[..., Tensor]) -> Run:
-    """Run ``function`` (``small_loss``) and compute the gradients that the operator returns."""
+def small_selected(query: Tensor, key: Tensor, weights: Tensor, entries: Tensor) -> Tensor:
+    """Return the scores of the keys ``entries`` (1, S, K)."""
+    return small_scores(query, key, weights).gather(-1, entries)
+
+
+def small_runs(call: dict[str, Any], gradient: dict[str, Any]) -> Iterator[tuple[str, Run]]:
+    """Yield the gradients that the two operators return in eager code, and compiled, arguments their arguments."""
     mask = mask_of(call["sparse_indices"])
-    wanted = {name: call[name].detach().requires_grad_() for name in ("query_index", "key_index", "weights")}
-    return lambda: torch.autograd.grad(function(call | wanted, mask), list(wanted.values()))
-
-
-def small_selected(query: Tensor, key: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Return the scores of the keys at ``places`` (1, S, K)."""
-    return small_scores(query, key, weights).gather(-1, places)
-
-
-def small_gradient_run(gradient: dict[str, Any], function: Callable[..., Tensor]) -> Run:
-    """Run ``function`` (``small_selected``) and compute the gradients that the operator returns."""
     indices = gradient["sparse_indices"][:, :, 0]
-    dy = gradient["dy"][:, :, 0].masked_fill(indices < 0, 0)
-    places = indices.clamp_min(0).long()
-    wanted = {name: gradient[name].detach().requires_grad_() for name in ("query", "key", "weights")}
-    return lambda: torch.autograd.grad(function(**wanted, places=places), list(wanted.values()), dy)
+    dy, entries = gradient["dy"][:, :, 0].masked_fill(indices < 0, 0), indices.clamp_min(0).long()
+    of_loss = {name: call[name].detach().requires_grad_() for name in ("query_index", "key_index", "weights")}
+    of_scores = {name: gradient[name].detach().requires_grad_() for name in ("query", "key", "weights")}
+    for suffix, compile in (("", lambda function: function), (", compiled", compiled)):
+        loss, scores = compile(small_loss), compile(small_selected)
+        yield (
+            f"loss and gradients, small ops{suffix}",
+            lambda loss=loss: torch.autograd.grad(loss(call | of_loss, mask), list(of_loss.values())),
+        )
+        yield (
+            f"gradients, small ops{suffix}",
+            lambda scores=scores: torch.autograd.grad(
+                scores(**of_scores, entries=entries), list(of_scores.values()), dy
+            ),
+        )
 
 
 def loss_rows(machine: Machine) -> Iterator[Row]:
@@ -260,12 +249,7 @@ def loss_rows(machine: Machine) -> Iterator[Row]:
         yield timed(lambda: loss(call), flops, what="loss and gradients", length=length, limit_ms=limit)  # noqa: B023
         gradient = gradient_call(call)
         if length == LOSS_LENGTHS[0]:
-            for what, run in {
-                "loss and gradients, small ops": small_loss_run(call, small_loss),
-                "loss and gradients, small ops, compiled": small_loss_run(call, compiled(small_loss)),
-                "gradients, small ops": small_gradient_run(gradient, small_selected),
-                "gradients, small ops, compiled": small_gradient_run(gradient, compiled(small_selected)),
-            }.items():
+            for what, run in small_runs(call, gradient):
                 yield of_peer(timed, run, what=what, length=length)
         limit = machine.limit_ms(size(*gradient.values()) + results, 3 * index_flops)
         for in_order in (False, True) if length == LOSS_LENGTHS[0] else (False,):
@@ -294,15 +278,15 @@ def in_fp8(query: Tensor, key: Tensor, weights: Tensor) -> dict[str, Tensor]:
     }
 
 
-def from_fp8(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def from_fp8(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of :func:`in_fp8` in bfloat16, as our kernels take them. They have the same values."""
-    key = given["kv"].float() * given["kv_scales"][:, None]
-    tensors = {"query": given["q"], "key": key[:, None], "weights": given["weights"]}
+    key = arguments["kv"].float() * arguments["kv_scales"][:, None]
+    tensors = {"query": arguments["q"], "key": key[:, None], "weights": arguments["weights"]}
     return {name: tensor.bfloat16()[None] for name, tensor in tensors.items()}
 
 
 def scores_run(query: Tensor, key: Tensor, weights: Tensor) -> Run:
-    """Compute our scores of all visible keys in one launch. Other places of the result are undefined."""
+    """Compute our scores of all visible keys in one launch. Other entries of the result are undefined."""
     rows = rows_of("BSND", 3, query, key, None, None)
 
     def run() -> Tensor:
@@ -313,13 +297,13 @@ def scores_run(query: Tensor, key: Tensor, weights: Tensor) -> Run:
     return run
 
 
-def deep_gemm_run(given: dict[str, Tensor]) -> Run:
-    return partial(import_module("deep_gemm_mqa").fp8_mqa_logits, **given)
+def deep_gemm_run(arguments: dict[str, Tensor]) -> Run:
+    return partial(import_module("deep_gemm_mqa").fp8_mqa_logits, **arguments)
 
 
-def deep_gemm_error(given: dict[str, Tensor], tensors: dict[str, Tensor], most: float, **row: Any) -> Row:
-    """Return the difference of DeepGEMM's scores of ``given`` from ours of ``tensors``."""
-    return row | {"error": check_peer(deep_gemm_run(given)().tril(), scores_run(**tensors)().tril(), most)}
+def deep_gemm_error(arguments: dict[str, Tensor], tensors: dict[str, Tensor], most: float, **row: Any) -> Row:
+    """Return the difference of DeepGEMM's scores of ``arguments`` from ours of ``tensors``."""
+    return row | {"error": check_peer(deep_gemm_run(arguments)().tril(), scores_run(**tensors)().tril(), most)}
 
 
 def fp8_matmul() -> Run:
@@ -335,15 +319,15 @@ def peer_rows(machine: Machine) -> Iterator[Row]:
     fp8_machine = replace(machine, matmul_rate=1e12 * matmul["tflops"])
     for length in SCORE_LENGTHS:
         tensors = inputs(length)
-        given = in_fp8(**tensors)
-        for what, others, most in (
-            ("scores of DeepGEMM and ours, with the same FP8 inputs", from_fp8(given), 1e-2),
+        arguments = in_fp8(**tensors)
+        for what, of_ours, most in (
+            ("scores of DeepGEMM and ours, with the same FP8 inputs", from_fp8(arguments), 1e-2),
             ("scores of DeepGEMM and ours, with bfloat16 inputs for ours", tensors, 5e-2),
         ):
-            yield of_peer(deep_gemm_error, given, others, most, what=what, length=length)
+            yield of_peer(deep_gemm_error, arguments, of_ours, most, what=what, length=length)
         builds: dict[str, Callable[[], Run]] = {
             "scores, ours": partial(scores_run, **tensors),
-            "scores, DeepGEMM": partial(deep_gemm_run, given),
+            "scores, DeepGEMM": partial(deep_gemm_run, arguments),
             "indexer, ours": lambda: partial(indexer, tensors),  # noqa: B023
         }
         if importlib.util.find_spec("attn_gym"):
@@ -352,12 +336,11 @@ def peer_rows(machine: Machine) -> Iterator[Row]:
         written = 4 * pairs(length, 0)
         work = {
             "scores, ours": (every, machine.limit_ms(size(*tensors.values()) + written, every)),
-            "scores, DeepGEMM": (every, fp8_machine.limit_ms(size(*given.values()) + written, every)),
+            "scores, DeepGEMM": (every, fp8_machine.limit_ms(size(*arguments.values()) + written, every)),
             "indexer, ours": (selected, indexer_limit(machine, tensors)),
             "indexer, attn_gym": (selected, indexer_limit(machine, tensors)),
         }
-        for row in in_turns(builds, length=length):
-            yield add_rate(row, *work[row["what"]])
+        yield from in_turns(builds, work, length=length)
         torch.cuda.empty_cache()
 
 
@@ -369,11 +352,14 @@ PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
 }
 
 
+def rows_of_part(part: str, machine: Machine) -> Iterator[Row]:
+    return ({"part": part} | row for row in PARTS[part](machine))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS)
     parser.add_argument("--peers", type=Path, help="folder with the module deep_gemm_mqa, for the part peers")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if "peers" in (args.only or ()) and not args.peers:
         parser.error("--only peers needs --peers DIR")
@@ -383,16 +369,8 @@ def main() -> None:
     about: dict[str, Any] = machine.rates()
     if args.peers:
         about |= {"peers": installed(("attn_gym",)) | peers_in(args.peers, {"DeepGEMM": "deep_gemm_mqa"})}
-    rows: list[Row] = []
-    for part in args.only or [part for part in PARTS if part != "peers" or args.peers]:
-        for row in PARTS[part](machine):
-            rows.append({"part": part} | row)
-            print(show(row), flush=True)
-            if args.json:
-                write_partial(args.json, rows, **about)
-        torch.cuda.empty_cache()
-    if args.json:
-        write(args.json, rows, **about)
+    parts = args.only or [part for part in PARTS if part != "peers" or args.peers]
+    store(args.json, printed((rows_of_part(part, machine) for part in parts), show), **about)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Measure the traffic and the host time of DTensor's strategies for matmul under tensor parallelism.
 
     python tools/bench/matmul_sharding.py                        # the tables of docs/explanation/matmul-sharding.md
-    python tools/bench/matmul_sharding.py --host-time [--json FILE]
+    python tools/bench/matmul_sharding.py --host-time
 
 The first form runs two matmuls of DeepSeek-V3 on fake tensors of their real sizes over fake ranks. If torch_npu is
 loaded (docs/explanation/contract-tests.md), it also runs all placements of a matmul, and training steps, with
-torch_npu's strategies and with ours.
+torch_npu's strategies and with this package's.
 
-``--host-time`` measures how long the host takes to choose a strategy for a matmul and its gradients: ours, DTensor's
-own for ``aten.mm``, to which torch decomposes a matmul on other backends, and torch_npu's if it is loaded. All take
-turns in one run, shape inference included.
+``--host-time`` measures how long the host takes to choose a strategy for a matmul and its gradients: this package's,
+DTensor's for ``aten.mm``, to which torch decomposes a matmul on other backends, and torch_npu's if it is loaded. They
+take turns in one run, shape inference included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,7 @@ def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
         with torch.device("meta"):
             whole: Any = spec.model_cls(args)
         parallel: Any = spec.parallelize_fn(whole, dims, config)
-        # a device's backward thread has its own cache of DTensor's decisions, which no other thread can clear
+        # a device's backward thread has a separate cache of DTensor's decisions, which no other thread can clear
         with fake_device(), AssumedLoad(), torch.autograd.set_multithreading_enabled(False):
             parallel.to_empty(device="npu")
             for _ in range(2):  # DTensor runs a new operator once more for its shape
@@ -161,9 +160,9 @@ def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
         return parallel, collectives.calls
 
 
-def step_row(row: str, theirs: list[Collective], ours: list[Collective]) -> str:
-    cells = [f"{len(calls)}, {sum(x.sent for x in calls) / 1e6:.2f} MB" for calls in (theirs, ours)]
-    return f"| {row} | {cells[0]} | {cells[1]}{', the same ones' if theirs == ours else ''} |"
+def step_row(row: str, of_torch_npu: list[Collective], ours: list[Collective]) -> str:
+    cells = [f"{len(calls)}, {sum(x.sent for x in calls) / 1e6:.2f} MB" for calls in (of_torch_npu, ours)]
+    return f"| {row} | {cells[0]} | {cells[1]}{', the same ones' if of_torch_npu == ours else ''} |"
 
 
 SIZES = {"even": ((16, 4096, 8192), (8192, 2048)), "uneven": ((15, 4095, 8191), (8191, 2047))}
@@ -252,23 +251,18 @@ def host_times(mesh_shape: tuple[int, ...], whole: tuple[Any, Shapes], decompose
     return {name: round(statistics.median(some)) for name, some in times.items()}
 
 
-def print_host_times(json_file: Path | None) -> None:
-    """Print the table of host times, and write it to ``json_file``."""
+def print_host_times() -> None:
+    """Print the table of host times."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from harness import machine, write
+    from harness import machine
 
-    rows: list[dict[str, Any]] = [
-        {"operator": name, "mesh": "x".join(map(str, mesh)), "µs": host_times(mesh, whole, decomposed)}
-        for name, whole, decomposed in (("matmul", MATMUL, MM), ("matmul_backward", MATMUL_BACKWARD, TWO_MM))
-        for mesh in ((2,), (2, 2))
-    ]
     print(f"{machine('cpu')}, torch {torch.__version__}")
-    for row in rows:
-        times = row["µs"]
-        ratios = [f"{name} {value / times['ours']:.1f} times" for name, value in times.items() if name != "ours"]
-        print(f"| {row['operator']} | {row['mesh']} | {times['ours'] / 1000:.1f} ms | {', '.join(ratios)} |")
-    if json_file:
-        write(json_file, rows, "cpu")
+    for name, whole, decomposed in (("matmul", MATMUL, MM), ("matmul_backward", MATMUL_BACKWARD, TWO_MM)):
+        for mesh in ((2,), (2, 2)):
+            times = host_times(mesh, whole, decomposed)
+            ours = times.pop("ours")
+            ratios = ", ".join(f"{strategies} {value / ours:.1f} times" for strategies, value in times.items())
+            print(f"| {name} | {'x'.join(map(str, mesh))} | {ours / 1000:.1f} ms | {ratios} |")
 
 
 def print_traffic() -> None:
@@ -289,14 +283,10 @@ def print_comparisons() -> None:
     """Print the tables that compare torch_npu's strategies with ours."""
     print("| operator, sizes | placements | nothing sent: torch_npu | ours | less sent with ours | more |")
     for op, sizes in itertools.product((aten.matmul, aten.matmul_backward), SIZES):
-        theirs, ours = bytes_moved(op, sizes, ours=False), bytes_moved(op, sizes, ours=True)
-        counts = Counter(
-            "less" if our < their else "more" if our > their else "" for their, our in zip(theirs, ours, strict=True)
-        )
-        print(
-            f"| {op.__name__}, {sizes} | {len(ours)} | {theirs.count(0)} | {ours.count(0)} |"
-            f" {counts['less']} | {counts['more']} |"
-        )
+        upstream, ours = bytes_moved(op, sizes, ours=False), bytes_moved(op, sizes, ours=True)
+        pairs = list(zip(upstream, ours, strict=True))
+        less, more = sum(here < there for there, here in pairs), sum(here > there for there, here in pairs)
+        print(f"| {op.__name__}, {sizes} | {len(ours)} | {upstream.count(0)} | {ours.count(0)} | {less} | {more} |")
     print("| model | torch_npu | ours |")
     for row in STEPS:
         print(step_row(row, step(row, ours=False)[1], step(row, ours=True)[1]))
@@ -305,10 +295,9 @@ def print_comparisons() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host-time", action="store_true", help="measure the host time instead of the traffic")
-    parser.add_argument("--json", type=Path, help="with --host-time: write the results")
     args = parser.parse_args()
     if args.host_time:
-        print_host_times(args.json)
+        print_host_times()
     else:
         print_traffic()
 

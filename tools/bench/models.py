@@ -21,7 +21,6 @@ matmul or of a copy, both measured in the same process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -30,14 +29,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from harness import CONFIGS, GIB, ONE_RANK, Row, need_gpu, parser_of, rank_environment, store, trainer_of
 
-from harness import CONFIGS, ONE_RANK, need_gpu, rank_environment, trainer_of, write, write_partial
-
-GIB = 1 << 30
 ROW_TIMEOUT = 200
 """Time limit of one row in seconds."""
 TOTAL_TIMEOUT = 540
@@ -49,34 +45,25 @@ def converters(*names: str) -> list[str]:
     return ["--model.converters", ",".join(names)]
 
 
+FUSED = converters("npu_dsa", *BASIC)
+COMPILED = [*FUSED, "--compile.enable", "--npu.bypass_codegen", "inductor"]
 VARIANTS = {
     "eager": converters(),
     "dsa": converters("npu_dsa"),
-    "basic": converters("npu_dsa", *BASIC),
-    "compile": [*converters("npu_dsa", *BASIC), "--compile.enable", "--npu.bypass_codegen", "inductor"],
-    "swap": [
-        *converters("npu_dsa", *BASIC),
-        "--compile.enable",
-        "--npu.bypass_codegen",
-        "inductor",
-        "--optimizer.swap",
-    ],
-    "chunked": [*converters("npu_dsa", *BASIC), "--npu.loss_chunk_tokens", "4096"],
-    "graphs": [
-        *converters("npu_dsa", *BASIC),
-        "--npu.device_graphs",
-        "--activation_checkpoint.no_preserve_rng_state",
-    ],
+    "basic": FUSED,
+    "compile": COMPILED,
+    "swap": [*COMPILED, "--optimizer.swap"],
+    "chunked": [*FUSED, "--npu.loss_chunk_tokens", "4096"],
 }
-"""Each variant adds to the previous one, but "chunked" adds to "basic". Eager expands keys and values of
-every head. The others use absorbed attention on the latent vectors, like the fused operator."""
+"""Eager attention expands keys and values of every head. The other variants use absorbed attention on the latent
+vectors, like the fused operator."""
 BFLOAT16 = ["--training.dtype", "bfloat16"]
 FULL = ["--activation_checkpoint.mode", "full"]
 CONFIG_SEQUENCE = 4096
 """The sequence length of the TOML files."""
 CURVES = {
     **dict.fromkeys(["eager", "absorbed", "nudged 1", "nudged 2"], converters()),
-    **dict.fromkeys(["fused", "fused 1", "fused 2", "fused 3"], converters("npu_dsa", *BASIC)),
+    **dict.fromkeys(["fused", "fused 1", "fused 2", "fused 3"], FUSED),
 }
 PERTURBED = {"nudged 1": 1, "nudged 2": 2, "fused 1": 1, "fused 2": 2, "fused 3": 3}
 CURVE = [*BFLOAT16, *FULL]
@@ -136,7 +123,7 @@ def train(trainer: Any, batches: Iterator[Any], steps: int) -> dict[str, Any]:
     return {"tokens_per_second": tokens / seconds, "memory": max(peaks[1:]), "losses": losses}
 
 
-def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> dict[str, Any]:
+def measure(layers: int, eager: bool, steps: int, perturbed: int, options: list[str]) -> Row:
     """Train in this process."""
     with trainer_of_layers(layers, eager, options) as trainer:
         if perturbed:
@@ -186,20 +173,28 @@ def in_a_process(layers: int, name: str, steps: int, options: list[str], timeout
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def operator_line(row: dict[str, Any]) -> str:
-    limit = row["limit_ms"] / row["ms"]
-    return f"{row['ms']:9.2f} ms  {row['calls']:5} calls  {limit:4.0%} of the limit  {row['operator']}"
+def line(row: Row) -> str:
+    """Return a row for the console."""
+    if "failed" in row:
+        return row["failed"]
+    if "operators" not in row:
+        return f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
+    operators = [
+        f"{each['ms']:9.2f} ms  {each['calls']:5} calls  {each['limit_ms'] / each['ms']:4.0%} of the limit  "
+        f"{each['operator']}"
+        for each in row["operators"]
+    ]
+    return "\n".join([f"{row['step_ms']:.1f} ms a step", *operators])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *(name for name in CURVES if name not in VARIANTS)])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=CONFIG_SEQUENCE)
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--profile", action="store_true", help="measure the kernels of one step by operator")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", action="store_true", help="measure one row in this process")
     parser.add_argument("--eager", action="store_true", help="with --measure")
     parser.add_argument("--perturbed", type=int, default=0, help="with --measure")
@@ -207,43 +202,35 @@ def main() -> int:
     need_gpu()
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be above {WARM_UP}: the first steps are the warm-up")
-    if args.measure and args.profile:
-        print(json.dumps(profile_step(args.layers[0], args.eager, options)))
-        return 0
     if args.measure:
-        print(json.dumps(measure(args.layers[0], args.eager, args.steps, args.perturbed, options)))
-        return 0
+        (layers,) = args.layers
+        if args.profile:
+            print(json.dumps(profile_step(layers, args.eager, options)))
+        else:
+            print(json.dumps(measure(layers, args.eager, args.steps, args.perturbed, options)))
+        return
     runs, always = (CURVES, CURVE) if args.curves else (VARIANTS, BFLOAT16)
     if unknown := set(args.only or runs) - set(runs):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(runs)}")
-    jobs = [(layers, name) for layers in args.layers for name in args.only or runs]
     longer = FULL if args.seq_len > CONFIG_SEQUENCE else []
     every = [*always, *longer, "--training.seq_len", str(args.seq_len), *options]
     every += ["--metrics.log_freq", "1" if args.curves else str(args.steps)]
     every += ["--profile"] if args.profile else []
-    begin = time.monotonic()
 
-    def run(layers: int, name: str) -> dict[str, Any]:
-        timeout = max(0.0, min(ROW_TIMEOUT, begin + TOTAL_TIMEOUT - time.monotonic()))
-        row = in_a_process(layers, name, args.steps, [*every, *runs[name]], timeout)
-        if "operators" in row:
-            shown = "\n".join([f"{row['step_ms']:.1f} ms a step", *map(operator_line, row["operators"])])
-        else:
-            shown = row.get("failed") or f"{row['tokens_per_second']:8.0f} tokens/s  {row['memory'] / GIB:6.1f} GiB"
-        print(f"{layers} layers  {args.seq_len:6}  {name:10} {shown}", flush=True)
-        return {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
+    def rows() -> Iterator[Row]:
+        begin, done = time.monotonic(), []
+        for layers, name in product(args.layers, args.only or runs):
+            timeout = max(0.0, min(ROW_TIMEOUT, begin + TOTAL_TIMEOUT - time.monotonic()))
+            row = in_a_process(layers, name, args.steps, [*every, *runs[name]], timeout)
+            print(f"{layers} layers  {args.seq_len:6}  {name:10} {line(row)}", flush=True)
+            done.append(row)
+            yield {"layers": layers, "seq_len": args.seq_len, "variant": name, **row}
+        # out of memory is a result, a time limit is not
+        if all("failed" in row for row in done) or any("unknown" in row for row in done):
+            raise SystemExit(1)
 
-    rows = []
-    for layers, name in jobs:
-        rows.append(run(layers, name))
-        if args.json:
-            write_partial(args.json, rows)
-    # Out of memory is a result, a time limit is not.
-    failed = all("failed" in row for row in rows) or any("unknown" in row for row in rows)
-    if args.json and not failed:
-        write(args.json, rows)
-    return int(failed)
+    store(args.json, rows())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,8 +9,8 @@ not: on a CPU the rows are bit-identical if they are repeated.
 
 The models are those of ``mxfp8_loss.py``; ``--tiny`` has debug models, for a CPU. They are measured with their initial
 weights and after ``--steps`` of training in bfloat16, on batches that follow the training's. Each row has the gradients
-of the same ``--batches``, without an update. All rows replay the experts and keys that the float32 run has selected, so
-that errors are those of arithmetic, and count the choices that they would have flipped. The rows "own choices" do not.
+of the same ``--batches``, without an update. All rows but those with "own choices" replay the experts and keys that the
+float32 run has selected, so that errors are those of arithmetic, and count the decisions that they would have changed.
 
 The file is written after each row, and a repeated call continues with the missing rows. It reads the trained weights
 from FILE's name with the model's name and ``.pt``. The host holds the float32 gradients of all batches.
@@ -22,16 +22,12 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from harness import trainer_of
+from harness import parser_of, trainer_of
 from mxfp8_loss import (
     EXPERTS,
     MODELS,
@@ -41,6 +37,7 @@ from mxfp8_loss import (
     free_memory,
     job,
     leave_one_out,
+    parse,
     prepare,
 )
 
@@ -62,15 +59,15 @@ def rows_of(model: str) -> dict[str, tuple[bool, list[str]]]:
     linear: dict[str, str] = MODELS[model]["linear"]
     rows: dict[str, list[str]] = {"mxfp8": [], f"mxfp8{OWN_CHOICES}": []}
     for group in linear:
-        others = [part for other, part in linear.items() if other != group]
-        rows[f"only {group}"] = ["--mxfp8.no-experts", *filtered(*NOT_QUANTIZED, *others)]
+        remaining = [part for other, part in linear.items() if other != group]
+        rows[f"only {group}"] = ["--mxfp8.no-experts", *filtered(*NOT_QUANTIZED, *remaining)]
     rows["only experts"] = EXPERTS["only experts"]
     if len(linear) > 1:  # of two groups, one without the other is the other
         rows |= leave_one_out(model)
     rows |= RECIPES
     for part in UNFILTERED[model]:
         rows[f"also {part}"] = filtered(*(other for other in NOT_QUANTIZED if other != part))
-        if part == "router.gate":  # its error matters most where it flips a choice
+        if part == "router.gate":  # its error matters most where it changes the selected experts
             rows[f"also {part}{OWN_CHOICES}"] = rows[f"also {part}"]
     plain: dict[str, tuple[bool, list[str]]] = {"bf16": (False, []), f"bf16{OWN_CHOICES}": (False, [])}
     return plain | {name: (True, options) for name, options in rows.items()}
@@ -103,7 +100,7 @@ def run(
     args: argparse.Namespace,
     visit: Callable[[Gradients], None],
 ) -> dict[str, Any]:
-    """Compute the gradients of each batch and pass them to ``visit``. Return the losses and the flipped choices.
+    """Compute the gradients of each batch and pass them to ``visit``. Return the losses and the changed decisions.
 
     Without ``weights``, the model has its initial ones.
     """
@@ -135,11 +132,11 @@ def run(
                 trainer.replay.end_step()
             losses.append(loss.item())
             visit({name: x.grad for name, x in part.named_parameters() if x.grad is not None})
-        choices = trainer.replay.metrics() if isinstance(trainer.replay, Replayer) else {}
+        decisions = trainer.replay.metrics() if isinstance(trainer.replay, Replayer) else {}
     del trainer, part, batches
     free_memory()
-    flips = {name.removeprefix("replay/"): number for name, number in choices.items() if "layer" not in name}
-    return {"losses": losses, "choices": flips, "seconds": time.perf_counter() - start}
+    counts = {name.removeprefix("replay/"): number for name, number in decisions.items() if "layer" not in name}
+    return {"losses": losses, "choices": counts, "seconds": time.perf_counter() - start}
 
 
 def squares(model: str, gradients: Gradients, minus: Gradients | None = None) -> dict[str, float]:
@@ -153,11 +150,11 @@ def squares(model: str, gradients: Gradients, minus: Gradients | None = None) ->
 
 
 class Reference:
-    """The float32 run of a model: its gradients, and its choices in ``folder``."""
+    """The float32 run of a model: its gradients, and its routing decisions in ``folder``."""
 
     def __init__(self, model: str, weights: dict[str, Tensor] | None, args: argparse.Namespace, folder: str) -> None:
         self.model, self.weights, self.args = model, weights, args
-        self.folder = f"{folder}/choices"
+        self.folder = f"{folder}/decisions"
         self.gradients: list[Gradients] = []
         self.result = run(model, False, [*FLOAT32, "--replay.record", self.folder], weights, args, self._keep)
         self.squares = [squares(model, gradients) for gradients in self.gradients]
@@ -178,21 +175,21 @@ class Reference:
                 raise RuntimeError(f"gradients of other parameters: {sorted(gradients.keys() ^ expected.keys())}")
             errors.append(squares(self.model, gradients, expected))
 
-        choices = ["--replay.replay", self.folder] if replay else []
-        return run(self.model, quantized, [*options, *choices], self.weights, self.args, visit) | {"squares": errors}
+        replayed = ["--replay.replay", self.folder] if replay else []
+        return run(self.model, quantized, [*options, *replayed], self.weights, self.args, visit) | {"squares": errors}
 
 
 def relative_errors(row: dict[str, Any], reference: dict[str, Any], group: str = "") -> list[float]:
     """Return the relative error of the gradient of each batch.
 
-    It is that of a ``group`` of parameters, or of all but the indexers, which have a loss of their own.
+    It is that of a ``group`` of parameters, or of all but the indexers, whose loss is another.
     """
 
     def total(sums: dict[str, float]) -> float:
         return sum(value for name, value in sums.items() if (name == group if group else name != INDEXER))
 
     pairs = zip(row["squares"], reference["squares"], strict=True)
-    return [math.sqrt(total(ours) / total(theirs)) for ours, theirs in pairs]
+    return [math.sqrt(total(errors) / total(of_reference)) for errors, of_reference in pairs]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -224,8 +221,8 @@ def errors_of_rows(model: str, measured: dict[str, dict[str, Any]]) -> list[str]
         row, reference = measured["trained"][name], measured["trained"]["float32"]
         cells += [mean_and_spread([a / b - 1 for a, b in zip(row["losses"], reference["losses"], strict=True)], "+.3f")]
         for kind in ("experts", "keys"):
-            choices = row["choices"]
-            cells += [f"{100 * choices[f'flipped_{kind}'] / choices[kind]:.2f} %" if kind in choices else ""]
+            counts = row["choices"]
+            cells += [f"{100 * counts[f'flipped_{kind}'] / counts[kind]:.2f} %" if kind in counts else ""]
         text.append(f"| {' | '.join(cells)} |")
     return text
 
@@ -246,20 +243,10 @@ def mean_and_spread(values: list[float], form: str) -> str:
     return f"{100 * statistics.mean(values):{form}} ± {100 * spread:{form.lstrip('+')}} %"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=100)
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a batch")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--table", type=Path, help="print the tables of a file, and compute nothing")
-    args = parser.parse_args()
-    if args.table:
-        print(table(json.loads(args.table.read_text())["rows"]))
-        return 0
+    args = parse(parser, table, 100)
     stored = prepare(parser, args, "batches")
     import torch
 
@@ -291,8 +278,7 @@ def main() -> int:
                 for name, (quantized, chosen) in missing.items():
                     add(model, weights, name, reference.compare(quantized, chosen, OWN_CHOICES not in name))
     print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -21,17 +21,14 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from harness import CONFIGS, GIB, ONE_RANK, Row, machine, parser_of, rank_environment, trainer_of
 
-from harness import CONFIGS, ONE_RANK, machine, rank_environment, trainer_of
-
-GIB = 1 << 30
 SEEDS = (0, 1, 2, 3)
 LAST = 20
 """A row's loss is the mean over this many last steps."""
@@ -69,10 +66,6 @@ def leave_one_out(model: str) -> dict[str, list[str]]:
     return linear | EXPERTS
 
 
-def variants(model: str) -> dict[str, list[str]]:
-    return leave_one_out(model) | RECIPES
-
-
 def cut_models(tiny: bool) -> None:
     """Change the flavors of the TOML files to the models of this benchmark."""
     from torchtitan.models.qwen3 import qwen3_args
@@ -94,7 +87,7 @@ def job(model: str, quantized: bool, options: list[str], args: argparse.Namespac
     names = MODELS[model]["converters"] + (["npu_mxfp8"] if quantized else [])
     arguments = ["--job.config_file", str(CONFIGS / MODELS[model]["config"]), *ONE_RANK]
     arguments += ["--model.converters", ",".join(names), "--training.seq_len", str(args.seq_len)]
-    arguments += ["--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(args.batch)]
+    arguments += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
     arguments += ["--lr_scheduler.warmup_steps", "20", "--training.steps", str(args.steps), "--metrics.log_freq", "1"]
     return [*arguments, "--activation_checkpoint.mode", "none", *options]
 
@@ -135,41 +128,39 @@ def rows_of(model: str) -> list[tuple[str, int, bool, list[str]]]:
     both: list[tuple[str, int, bool, list[str]]] = [
         (name, seed, name == "mxfp8", []) for seed in SEEDS for name in ("bf16", "mxfp8")
     ]
-    return [*both, *((name, SEEDS[0], True, options) for name, options in variants(model).items())]
+    return [*both, *((name, SEEDS[0], True, options) for name, options in (leave_one_out(model) | RECIPES).items())]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """Return Markdown tables: the difference of losses over the seeds, and the variants of the first seed."""
     found = {(row["model"], row["variant"], row["seed"]): row for row in rows}
     text = ["| model | loss, bfloat16 | difference, MXFP8 | over the seeds | GiB, bfloat16 | GiB, MXFP8 |"]
     text += ["|---|---|---|---|---|---|"]
     for model in MODELS:
-        pairs = [
-            (found[model, "bf16", seed], found[model, "mxfp8", seed])
-            for seed in SEEDS
-            if (model, "bf16", seed) in found and (model, "mxfp8", seed) in found
-        ]
-        if not pairs:
+        seeds = [seed for seed in SEEDS if {(model, "bf16", seed), (model, "mxfp8", seed)} <= found.keys()]
+        if not seeds:
             continue
-        differences = [100 * (_loss(other) / _loss(plain) - 1) for plain, other in pairs]
-        plain_losses = [_loss(plain) for plain, _ in pairs]
-        spread = statistics.stdev(differences) if len(pairs) > 1 else 0.0
-        spread_of_plain = statistics.stdev(plain_losses) if len(pairs) > 1 else 0.0
+        plain, other = ([found[model, name, seed] for seed in seeds] for name in ("bf16", "mxfp8"))
+        losses = list(map(_loss, plain))
+        differences = [100 * (_loss(row) / loss - 1) for row, loss in zip(other, losses, strict=True)]
+        loss, difference = (
+            (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+            for values in (losses, differences)
+        )
         listed = ", ".join(f"{value:+.2f}" for value in differences)
+        memory = " | ".join(f"{rows[0]['memory'] / GIB:.1f}" for rows in (plain, other))
         text.append(
-            f"| {model} | {statistics.mean(plain_losses):.4f} ± {spread_of_plain:.4f} "
-            f"| {statistics.mean(differences):+.2f} % ± {spread:.2f} % | {listed} | {pairs[0][0]['memory'] / GIB:.1f} "
-            f"| {pairs[0][1]['memory'] / GIB:.1f} |"
+            f"| {model} | {loss[0]:.4f} ± {loss[1]:.4f} | {difference[0]:+.2f} % ± {difference[1]:.2f} % "
+            f"| {listed} | {memory} |"
         )
     text += ["", "| model | variant | loss | difference to bfloat16 | GiB |", "|---|---|---|---|---|"]
     for model in MODELS:
-        plain = found.get((model, "bf16", SEEDS[0]))
-        for name in ("mxfp8", *variants(model)):
+        bfloat16 = found.get((model, "bf16", SEEDS[0]))
+        for name in ("mxfp8", *leave_one_out(model), *RECIPES):
             row = found.get((model, name, SEEDS[0]))
-            if plain is not None and row is not None:
-                difference = 100 * (_loss(row) / _loss(plain) - 1)
-                memory = row["memory"] / GIB
-                text.append(f"| {model} | {name} | {_loss(row):.4f} | {difference:+.2f} % | {memory:.1f} |")
+            if bfloat16 and row:
+                far, gib = 100 * (_loss(row) / _loss(bfloat16) - 1), row["memory"] / GIB
+                text.append(f"| {model} | {name} | {_loss(row):.4f} | {far:+.2f} % | {gib:.1f} |")
     return "\n".join(text)
 
 
@@ -177,10 +168,24 @@ def _loss(row: dict[str, Any]) -> float:
     return statistics.mean(row["losses"][-LAST:])
 
 
-def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: str) -> dict[str, Any]:
-    """Prepare this process and the models. Return what ``--json`` has: the options ``keys`` must be the same."""
+def parse(parser: argparse.ArgumentParser, table: Callable[[list[Row]], str], steps: int) -> argparse.Namespace:
+    """Parse the options of both MXFP8 benchmarks. With ``--table``, print the ``table`` of a file and exit."""
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--table", type=Path, help="print the tables of a file, and compute nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())["rows"]))
+        parser.exit()
     if args.json is None:
         parser.error("--json is needed")
+    return args
+
+
+def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: str) -> dict[str, Any]:
+    """Prepare this process and the models. Return the content of ``--json``: the options ``keys`` must be the same."""
     os.environ.update(rank_environment())
     import torch
 
@@ -188,29 +193,19 @@ def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: st
 
     platform.prepare()
     cut_models(args.tiny)
-    options = {key: getattr(args, key) for key in ("steps", *keys, "seq_len", "batch", "tiny")}
-    stored: dict[str, Any] = (
-        json.loads(args.json.read_text()) if args.json.exists() else {"options": options, "rows": []}
-    )
+    options = {key: getattr(args, key) for key in ("steps", *keys, "seq_len", "tiny")}
+    stored: dict[str, Any] = {"options": options, "rows": []}
+    if args.json.exists():
+        stored = json.loads(args.json.read_text())
     if stored["options"] != options:
         parser.error(f"{args.json} has rows with other options: {stored['options']}")
     return stored | {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "torch": torch.__version__}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=660.0)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--table", type=Path, help="print the tables of a file, and train nothing")
-    args = parser.parse_args()
-    if args.table:
-        print(table(json.loads(args.table.read_text())["rows"]))
-        return 0
+    args = parse(parser, table, 200)
     stored = prepare(parser, args)
     rows, begin = stored["rows"], time.monotonic()
     done = {(row["model"], row["variant"], row["seed"]) for row in rows}
@@ -219,15 +214,14 @@ def main() -> int:
             if (model, name, seed) in done:
                 continue
             if time.monotonic() - begin > args.seconds:
-                print("time is up; repeat the command for the other rows")
-                return 0
+                print("time is up; repeat the command for the missing rows")
+                return
             row = {"model": model, "variant": name, "seed": seed, **train(model, quantized, seed, chosen, args)}
             rows.append(row)
             args.json.write_text(json.dumps(stored, indent=1) + "\n")
             print(f"{model:13} {name:28} seed {seed}  loss {_loss(row):.4f}  {row['seconds']:.0f} s", flush=True)
     print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,7 +2,7 @@
 """Count the launches of a training step on the real torch_npu, and measure its host time, on the emulator.
 
     python tools/bench/npu_steps.py launches [--models llama3 qwen3] [--json FILE]
-    python tools/bench/npu_steps.py host_time [--models llama3 qwen3] [--rounds 9] [--json FILE]
+    python tools/bench/npu_steps.py host_time [--models llama3 qwen3] [--json FILE]
 
 needs the environment of the emulator's tests (``. tools/contract_env.sh``). Models are tiny, in bfloat16, with one
 batch per step and without activation checkpointing. Variants are eager, all converters of the model, and compiled.
@@ -15,7 +15,6 @@ other rank is fake, and collectives return immediately.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import gc
 import json
@@ -32,16 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from harness import ROOT, installed, rank_environment, write, write_partial
+from harness import CONVERTERS, ROOT, Row, installed, parser_of, printed, rank_environment, store
 
-CONVERTERS = {
-    "llama3": ["npu_rms_norm", "npu_rope", "npu_attention"],
-    "qwen3": ["npu_rms_norm", "npu_rope", "npu_attention"],
-    "qwen3_moe": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
-    "deepseek_v3": ["npu_rms_norm", "npu_rope", "npu_attention", "npu_permute", "npu_gmm"],
-    "deepseek_v32": ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm", "npu_dsa"],
-    "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"],
-}
 VARIANTS = ("eager", "converters", "compiled")
 NOT_COMPILED = {"qwen3_vl": ["npu_attention"]}
 """Converters that ``compile.enable`` refuses: attention of packed documents has sizes that depend on the data."""
@@ -50,8 +41,8 @@ LAYERS = {model: (4, 6) if model == "qwen3_vl" else (2, 4) for model in CONVERTE
 PHASES = ("forward", "backward", "optimizer")
 WARM_UP = 2
 """Steps before the measured ones: the first initializes the optimizer, and both may compile."""
-BLOCK_ROUNDS = 3
-"""Rounds of a block for each round of a step."""
+ROUNDS = {"step": 9, "block": 27}
+"""Rounds in which the host time of each variant is measured."""
 TENSOR_PARALLEL = ("llama3", "qwen3_moe", "deepseek_v32")
 """Models whose host time is also measured on two tensor-parallel ranks."""
 BATCH = {"training.local_batch_size": 1, "training.global_batch_size": 1, "metrics.log_freq": 1000}
@@ -62,10 +53,9 @@ def options(model: str, variant: str) -> dict[str, Any]:
     """Return the ``section.key`` settings of a variant."""
     found: dict[str, Any] = {**BATCH, **BFLOAT16}
     if variant != "eager":
-        found["model.converters"] = CONVERTERS[model]
-    if variant == "compiled":
-        refused = NOT_COMPILED.get(model, [])
+        refused = NOT_COMPILED.get(model, []) if variant == "compiled" else []
         found["model.converters"] = [name for name in CONVERTERS[model] if name not in refused]
+    if variant == "compiled":
         found |= {"compile.enable": True, "npu.bypass_codegen": "inductor"}
     return found
 
@@ -143,7 +133,7 @@ class Block:
 
 
 def step_times(step: Step) -> list[float]:
-    """Run a step, and return when it began and when forward, backward and the rest ended, in µs as in the call log."""
+    """Run a step, and return when it began and when forward, backward and optimizer ended, in µs as in the call log."""
     trainer = step.trainer
     times = []
 
@@ -188,9 +178,9 @@ def count_launches(calls: Iterable[dict[str, Any]], times: list[float]) -> dict[
     """Count the launches of each operator between consecutive ``times``, which begin the three phases and end them."""
     counts: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
     for call in calls:
-        place = bisect.bisect(times, call["launched"]) - 1
-        if 0 <= place < len(PHASES):
-            counts[PHASES[place]][call["operator"]] += 1
+        phase = bisect.bisect(times, call["launched"]) - 1
+        if 0 <= phase < len(PHASES):
+            counts[PHASES[phase]][call["operator"]] += 1
     return counts
 
 
@@ -204,18 +194,17 @@ def logged_steps(
         return steps, json.loads(log.read_text())
 
 
-def measure_launches(model: str) -> list[dict[str, Any]]:
-    """Return one row per variant: launches of a step with few layers and launches of one more layer, by phase."""
+def measure_launches(model: str) -> Iterator[Row]:
+    """Yield one row per variant: launches of a step with few layers and launches of one more layer, by phase."""
     few, more = LAYERS[model]
     steps, calls = logged_steps(model, VARIANTS, (few, more))
     counts = {(step["variant"], step["layers"]): count_launches(calls, step["times"]) for step in steps}
-    rows = []
     for variant in VARIANTS:
         small, large = (counts[variant, layers] for layers in (few, more))
         per_layer = [(large[phase].total() - small[phase].total()) / (more - few) for phase in PHASES]
         operators = sum(large.values(), Counter())
         operators.subtract(sum(small.values(), Counter()))
-        row = {
+        yield {
             "model": model,
             "variant": variant,
             "layers": few,
@@ -223,9 +212,6 @@ def measure_launches(model: str) -> list[dict[str, Any]]:
             "layer": per_layer,
             "operators": {name: number / (more - few) for name, number in sorted(operators.items()) if number},
         }
-        print(f"{model:13} {variant:11} layer {per_layer}, step {row['step']}", flush=True)
-        rows.append(row)
-    return rows
 
 
 class Job(NamedTuple):
@@ -233,7 +219,7 @@ class Job(NamedTuple):
     tensor_parallel: int
 
 
-def run_host_time(job: Job, rounds: int) -> dict[str, dict[str, list[float]]]:
+def run_host_time(job: Job) -> dict[str, dict[str, list[float]]]:
     """Return the CPU times in ms of steps and of a block, by variant, in a process with null kernels."""
     import torch
     import torch.distributed as dist
@@ -249,10 +235,10 @@ def run_host_time(job: Job, rounds: int) -> dict[str, dict[str, list[float]]]:
             variant: stack.enter_context(training(job.model, variant, layers, job.tensor_parallel))
             for variant in VARIANTS
         }
-        times = {"step": take_turns(steps, rounds)}
+        times = {"step": take_turns(steps, ROUNDS["step"])}
         blocks = {variant: Block(step) for variant, step in steps.items()}
         take_turns(blocks, WARM_UP)  # its inputs are leaves, for which regions may be compiled again
-        times["block"] = take_turns(blocks, BLOCK_ROUNDS * rounds)
+        times["block"] = take_turns(blocks, ROUNDS["block"])
     return times
 
 
@@ -270,39 +256,26 @@ def take_turns(programs: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def measure_host_time(job: Job, rounds: int) -> dict[str, Any]:
+def measure_host_time(job: Job) -> Row:
     """Return a row: median host times of each variant, and the median ratios to the eager run in the same round."""
     ranks = {"WORLD_SIZE": str(job.tensor_parallel)}
-    times = emulate("host_time", *job, rounds, emulator=["--null-kernels"], environment=ranks)
+    times = emulate("host_time", *job, emulator=["--null-kernels"], environment=ranks)
     row: dict[str, Any] = {**job._asdict(), "layers": LAYERS[job.model][0]}
     for what, of_variants in times.items():
-        pairs = {variant: zip(own, of_variants["eager"], strict=True) for variant, own in of_variants.items()}
-        row[what] = {
-            "ms": {variant: statistics.median(own) for variant, own in of_variants.items()},
-            "of_eager": {
-                variant: statistics.median(own / eager for own, eager in of_both) for variant, of_both in pairs.items()
-            },
-        }
-    print(row, flush=True)
+        row[what] = {"ms": {}, "of_eager": {}}
+        for variant, ms in of_variants.items():
+            row[what]["ms"][variant] = statistics.median(ms)
+            ratios = [one / eager for one, eager in zip(ms, of_variants["eager"], strict=True)]
+            row[what]["of_eager"][variant] = statistics.median(ratios)
     return row
 
 
 def emulate(what: str, *arguments: Any, emulator: list[str], environment: dict[str, str] | None = None) -> Any:
-    """Run one measurement of this program in a process of its own on the emulator, and return its result."""
+    """Run one measurement of this program in a new process on the emulator, and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [
-            sys.executable,
-            "-m",
-            "torchtitan_npu.cli.main",
-            "emulate",
-            *emulator,
-            "--",
-            "python",
-            __file__,
-            what,
-        ]
-        command += ["--process", json.dumps(arguments), "--json", str(result)]
+        command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", *emulator, "--", "python", __file__]
+        command += [what, "--process", json.dumps(arguments), "--json", str(result)]
         variables = rank_environment(OMP_NUM_THREADS="1", **(environment or {}))
         ran = subprocess.run(command, env=variables, capture_output=True, text=True)
         if ran.returncode:
@@ -321,33 +294,24 @@ def run_process(what: str, arguments: list[Any]) -> Any:
     mesh_groups.keep_groups()
     if what == "launches":
         return run_launches(*arguments)
-    model, tensor_parallel, rounds = arguments
-    return run_host_time(Job(model, tensor_parallel), rounds)
+    return run_host_time(Job(*arguments))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=["launches", "host_time"])
     parser.add_argument("--models", nargs="+", choices=list(CONVERTERS), default=list(CONVERTERS))
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each variant for host_time (default 9)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
-    parser.add_argument("--process", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=json.loads, help="measure in this process, with these arguments")
     args = parser.parse_args()
     if args.process is not None:
         args.json.write_text(json.dumps(run_process(args.what, args.process)))
         os._exit(0)  # threads of torch_npu and of fake groups need not end in order
-    about = {"peers": installed(("torch_npu", "torchtitan"))}
-    rows: list[dict[str, Any]] = []
-    for model in args.models:
-        if args.what == "launches":
-            rows += measure_launches(model)
-        else:
-            degrees = (1, 2) if model in TENSOR_PARALLEL else (1,)
-            rows += [measure_host_time(Job(model, degree), args.rounds) for degree in degrees]
-        if args.json:
-            write_partial(args.json, rows, "cpu", **about)
-    if args.json:
-        write(args.json, rows, "cpu", **about)
+    if args.what == "launches":
+        measured: Iterable[Iterable[Row]] = map(measure_launches, args.models)
+    else:
+        degrees = {model: (1, 2) if model in TENSOR_PARALLEL else (1,) for model in args.models}
+        measured = [(measure_host_time(Job(model, degree)) for model in degrees for degree in degrees[model])]
+    store(args.json, printed(measured, str), "cpu", peers=installed(("torch_npu", "torchtitan")))
 
 
 if __name__ == "__main__":

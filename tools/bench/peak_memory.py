@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Measure the peak memory of sparse attention, of a training step, and of the experts' gate and up products.
 
-    python tools/bench/peak_memory.py attention [--flavor debugmodel] [--seq-len 4096] [--stage sparse|warmup]
-    python tools/bench/peak_memory.py prediction [--config X.toml] [--steps 3] [--section.key value ...]    # GPU
+    python tools/bench/peak_memory.py attention [--seq-len 4096]
+    python tools/bench/peak_memory.py prediction    # GPU
     python tools/bench/peak_memory.py gate-up [--rows 4096] [--experts 8] [--dim 512] [--hidden 256] [--dtype float32]
     python tools/bench/peak_memory.py gate-up --rows 32768 --experts 4 --dim 7168 --hidden 2048 --dtype bfloat16  # GPU
 
@@ -12,7 +12,7 @@ the same job on one rank; exit code 1 means that they differ by more than 10 %. 
 matmuls, whose results are concatenated for ``npu_swiglu``, with one grouped matmul of concatenated weights, in time
 and memory. It uses ``npu_grouped_matmul`` on the CPU and ``torch._grouped_mm`` on CUDA.
 
-Each number comes from a separate process. ``--json FILE`` writes the results.
+Each number comes from a separate process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CONFIGS, ONE_RANK, machine, need_gpu, rank_environment, trainer_of, write
+from harness import CONFIGS, GIB, ONE_RANK, machine, need_gpu, rank_environment, trainer_of
 from torch import Tensor
-
-GIB = 1 << 30
 
 
 def resident() -> int:
@@ -58,7 +56,7 @@ def last_line(arguments: list[str]) -> str:
 CONVERTERS: dict[str, list[str]] = {"eager": [], "npu_dsa": ["npu_dsa"]}
 
 
-def measure_attention(converters: list[str], flavor: str, seq_len: int, stage: str) -> int:
+def measure_attention(converters: list[str], seq_len: int) -> int:
     """Return the bytes that forward and backward add at their peak to a process that holds the layer and its input."""
     from torchtitan_npu import platform, register
 
@@ -72,10 +70,9 @@ def measure_attention(converters: list[str], flavor: str, seq_len: int, stage: s
     from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 
     config = JobConfig()
-    config.model.name, config.model.flavor, config.model.converters = "deepseek_v32", flavor, converters
+    config.model.name, config.model.flavor, config.model.converters = "deepseek_v32", "debugmodel", converters
     config.training.seq_len = seq_len
-    config.dsa.stage = stage  # type: ignore[assignment]
-    args: Any = get_train_spec(config.model.name).model_args[flavor]
+    args: Any = get_train_spec(config.model.name).model_args[config.model.flavor]
     args.update_from_config(config)
     args.n_layers = args.n_dense_layers = 1
     model: Any = get_train_spec(config.model.name).model_cls(args)
@@ -96,36 +93,34 @@ def measure_attention(converters: list[str], flavor: str, seq_len: int, stage: s
     return resident_peak() - before
 
 
-def attention(args: argparse.Namespace, options: list[str]) -> int:
+def attention(args: argparse.Namespace) -> int:
     """Print the table of ``attention``."""
     if args.measure:
-        print(measure_attention(CONVERTERS[args.measure], args.flavor, args.seq_len, args.stage))
+        print(measure_attention(CONVERTERS[args.measure], args.seq_len))
         return 0
-    sizes = {"flavor": args.flavor, "seq_len": args.seq_len, "stage": args.stage}
-    common = ["attention", f"--flavor={args.flavor}", f"--seq-len={args.seq_len}", f"--stage={args.stage}"]
-    rows = [{"attention": name, "peak_bytes": int(last_line([*common, "--measure", name]))} for name in CONVERTERS]
-    print(f"{args.flavor}, {args.seq_len} tokens, {args.stage}, CPU, float32\n")
+    common = ["attention", f"--seq-len={args.seq_len}", "--measure"]
+    peaks = {name: int(last_line([*common, name])) for name in CONVERTERS}
+    print(f"debugmodel, {args.seq_len} tokens, CPU, float32\n")
     print("| attention | peak (MiB) | of eager |\n|---|---|---|")
-    for row in rows:
-        peak: Any = row["peak_bytes"]
-        print(f"| {row['attention']} | {peak / 2**20:.0f} | {peak / rows[0]['peak_bytes']:.2f} |")  # type: ignore[operator]
-    if args.json:
-        args.json.write_text(json.dumps({**sizes, "rows": rows}, indent=1) + "\n")
+    for name, peak in peaks.items():
+        print(f"| {name} | {peak / 2**20:.0f} | {peak / peaks['eager']:.2f} |")
     return 0
 
 
 # --- prediction ---
 
+CONFIG = str(CONFIGS / "deepseek_v32_671b_4layers_4k.toml")
 TWO_BATCHES = ["--training.global_batch_size", "2"]
 """Gradient accumulation: the second batch finds the gradients of the first."""
+STEPS = 3
 ALLOWED = 0.1
 
 
-def measure_training(config_file: str, steps: int, options: list[str]) -> int:
+def measure_training() -> int:
     """Train with the real Trainer. Return the peak of allocated bytes after the first step."""
-    with trainer_of(["--job.config_file", config_file, *options]) as trainer:
+    with trainer_of(["--job.config_file", CONFIG, *ONE_RANK, *TWO_BATCHES]) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
-        for step in range(1, steps + 1):
+        for step in range(1, STEPS + 1):
             trainer.step = step
             trainer.train_step(batches)
             torch.cuda.synchronize()
@@ -135,36 +130,31 @@ def measure_training(config_file: str, steps: int, options: list[str]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def predict(config_file: str, options: list[str]) -> dict[str, Any]:
-    """Return the planner's report of the rank."""
+def predicted_peak() -> int:
+    """Return the peak of the rank in bytes that the planner predicts."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "torchtitan_npu.cli.main", "plan", "--config", config_file, "--home", "cuda"]
-        command += ["--world-size", "1", "--device-memory", "1000GiB", "--json", str(out), *options]
+        command = [sys.executable, "-m", "torchtitan_npu.cli.main", "plan", "--config", CONFIG, "--home", "cuda"]
+        command += ["--world-size", "1", "--device-memory", "1000GiB", "--json", str(out), *ONE_RANK, *TWO_BATCHES]
         subprocess.run(command, check=True, env=rank_environment())
-        return json.loads(out.read_text())["ranks"][0]
+        return int(json.loads(out.read_text())["ranks"][0]["peak"])
 
 
-def prediction(args: argparse.Namespace, options: list[str]) -> int:
+def prediction(args: argparse.Namespace) -> int:
     """Compare the predicted with the measured peak."""
     need_gpu()
     if args.measure:
-        print(measure_training(args.config, args.steps, options))
+        print(measure_training())
         return 0
-    options = [*ONE_RANK, *TWO_BATCHES, *options]
-    predicted = predict(args.config, options)
-    common = ["prediction", "--measure", "--config", args.config, "--steps", str(args.steps)]
-    measured = int(last_line([*common, *options]))
-    peak = int(predicted["peak"])
+    peak, measured = predicted_peak(), int(last_line(["prediction", "--measure"]))
     print(f"predicted {peak / GIB:.2f} GiB, measured {measured / GIB:.2f} GiB: {peak / measured - 1:+.1%}")
-    if args.json:
-        args.json.write_text(json.dumps({"predicted": predicted, "measured": measured}, indent=1) + "\n")
     return 0 if abs(peak / measured - 1) <= ALLOWED else 1
 
 
 # --- gate-up ---
 
 GATE_UP = ("two products", "one product")
+REPEATS = 10
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -175,24 +165,20 @@ def gate_and_up(row: str, product: Product, x: Tensor, w1: Tensor, w3: Tensor, c
     return torch.cat((product(x, w1.mT, counts), product(x, w3.mT, counts)), dim=-1)
 
 
-def choose_product(device: str) -> Product:
-    """Return the grouped matmul to measure on ``device``."""
-    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
-
-    def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        return torch._grouped_mm(x, weight, offs=counts.cumsum(0).int())
-
-    return grouped_mm if device == "cuda" else grouped_matmul
-
-
 def measure_gate_up(row: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the median seconds and the peak bytes of forward and backward, beyond inputs and their gradients."""
     from torchtitan_npu import platform, register
 
     platform.prepare()
     register()
+    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+
     device, dtype = ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, args.dtype)
-    product = choose_product(device)
+
+    def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight, offs=counts.cumsum(0).int())
+
+    product = grouped_mm if device == "cuda" else grouped_matmul
     torch.manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -205,7 +191,7 @@ def measure_gate_up(row: str, args: argparse.Namespace) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, before = [], torch.cuda.memory_allocated() if device == "cuda" else resident()
-    for _ in range(args.repeats + 1):  # the first is the warm-up
+    for _ in range(REPEATS + 1):  # the first is the warm-up
         start = now(device)
         hidden = torch.ops.npu.npu_swiglu(gate_and_up(row, product, x, w1, w3, counts))
         hidden.backward(torch.ones_like(hidden))
@@ -222,7 +208,7 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def gate_up(args: argparse.Namespace, options: list[str]) -> int:
+def gate_up(args: argparse.Namespace) -> int:
     """Print the table of ``gate-up``."""
     if args.measure:
         print(json.dumps(measure_gate_up(args.measure, args)))
@@ -233,8 +219,6 @@ def gate_up(args: argparse.Namespace, options: list[str]) -> int:
     print("| | time (ms) | peak (MiB) |\n|---|---|---|")
     for row in rows:
         print(f"| {row['row']} | {row['seconds'] * 1e3:.2f} | {row['peak_bytes'] / 2**20:.0f} |")
-    if args.json:
-        write(args.json, rows, device)
     return 0
 
 
@@ -243,27 +227,19 @@ def main() -> int:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("attention", help="sparse attention on the CPU, eager and fused")
     one.set_defaults(run=attention)
-    one.add_argument("--flavor", default="debugmodel")
     one.add_argument("--seq-len", type=int, default=4096)
-    one.add_argument("--stage", choices=("sparse", "warmup"), default="sparse")
     one.add_argument("--measure", choices=CONVERTERS, help="measure one row in this process")
     two = commands.add_parser("prediction", help="predicted and measured peak of a job on one GPU")
     two.set_defaults(run=prediction)
-    two.add_argument("--config", default=str(CONFIGS / "deepseek_v32_671b_4layers_4k.toml"))
-    two.add_argument("--steps", type=int, default=3)
     two.add_argument("--measure", action="store_true", help="train in this process and print the peak")
     three = commands.add_parser("gate-up", help="gate and up products as one or two grouped matmuls")
     three.set_defaults(run=gate_up)
-    for name, size in {"rows": 4096, "experts": 8, "dim": 512, "hidden": 256, "repeats": 10}.items():
+    for name, size in {"rows": 4096, "experts": 8, "dim": 512, "hidden": 256}.items():
         three.add_argument(f"--{name}", type=int, default=size)
     three.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     three.add_argument("--measure", choices=GATE_UP, help="measure one row in this process")
-    for command in (one, two, three):
-        command.add_argument("--json", type=Path, help="write the results")
-    args, options = parser.parse_known_args()
-    if options and args.run is not prediction:
-        parser.error(f"unknown arguments: {' '.join(options)}")
-    return args.run(args, options)
+    args = parser.parse_args()
+    return args.run(args)
 
 
 if __name__ == "__main__":

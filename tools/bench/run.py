@@ -21,42 +21,16 @@ import time
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
-from harness import best_peer, partial_file
+from harness import GIB, best_peer, partial_file
 
 matplotlib.use("Agg")
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 NUMBERS = DOCS / "benchmarks"
-GIB = 1 << 30
-PARTS = {
-    "ops": ["basic_kernels.py"],
-    "dense_attention": ["basic_kernels.py", "--only", "attention"],
-    "gating": ["basic_kernels.py", "--only", "gating"],
-    "attention": ["sparse_attention.py"],
-    "attention_peers": ["sparse_attention.py", "--peers", "peers"],
-    "indexer": ["indexer_kernels.py"],
-    "indexer_peers": ["indexer_kernels.py", "--only", "peers", "--peers", "peers"],
-    "models": ["models.py"],
-    "long": ["models.py", "--layers", "8", "20", "--seq-len", "32768", "--only", "eager", "basic", "--steps", "4"],
-    "chunked_loss": [
-        *("models.py", "--layers", "8", "20", "21", "--seq-len", "32768", "--only", "basic", "chunked", "--steps", "3")
-    ],
-    "step": ["models.py", "--profile", "--layers", "8", "--only", "basic"],
-    "curves": ["models.py", "--curves", "--layers", "4", "--steps", "50"],
-    "combine": ["moe_combine.py"],
-    "compiled_steps": ["compiled_steps.py"],
-    "device_graphs": ["device_graphs.py", "--steps", "10"],
-    "npu_launches": ["npu_steps.py", "launches"],
-    "npu_host_time": ["npu_steps.py", "host_time"],
-}
-NOT_BY_DEFAULT = ("npu_launches", "npu_host_time", "attention_peers", "indexer_peers")
-"""Parts that need no GPU, and two that need a folder of public kernels."""
-
-
 Numbers = dict[str, Any]
 """The content of a file of docs/benchmarks."""
 
@@ -65,11 +39,6 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def not_measured(names: list[str]) -> list[str]:
-    """Return a line that names missing results."""
-    return [f"Not measured: {'; '.join(names)}."] if names else []
 
 
 CURVES = {
@@ -87,7 +56,7 @@ LINES = {"fused": "-", "fused 1": "--", "fused 2": "-.", "fused 3": ":"}
 
 
 def losses_of(numbers: Numbers) -> dict[str, list[float]]:
-    """Return the losses of each run."""
+    """Return the losses of each run that did not fail."""
     return {row["variant"]: row["losses"] for row in numbers["rows"] if "losses" in row}
 
 
@@ -96,63 +65,49 @@ def relative_differences(one: list[float], other: list[float]) -> list[float]:
     return [2 * abs(a - b) / (a + b) for a, b in zip(one, other, strict=True)]
 
 
-def comparable(losses: dict[str, list[float]]) -> bool:
-    """Return whether there is an eager run and another one."""
-    return "eager" in losses and len(losses) > 1
-
-
 def curves(numbers: Numbers) -> str:
     """Return the table of differences between runs."""
     losses = losses_of(numbers)
-    failed = {row["variant"]: f" ({row['failed']})" for row in numbers["rows"] if "failed" in row}
-    missing = not_measured([CURVES[name] + failed.get(name, "") for name in CURVES if name not in losses])
-    if not comparable(losses):
-        return "\n\n".join(missing)
     fused = [name for name in losses if name.startswith("fused")]
     eager = [name for name in losses if name not in fused]
-    pairs = {
-        "two eager runs": list(combinations(eager, 2)),
-        "two fused runs": list(combinations(fused, 2)),
-        "an eager and a fused run": list(product(eager, fused)),
-    }
     rows = []
-    for what, of_pairs in pairs.items():
-        distances = [relative_differences(losses[one], losses[other]) for one, other in of_pairs]
-        if distances:
-            far = [max(each) for each in distances]
-            mean = statistics.mean(map(statistics.mean, distances))
-            rows.append([what, str(len(distances)), f"{mean:.1e}", f"{min(far):.1e} to {max(far):.1e}"])
+    for what, pairs in (
+        ("two eager runs", list(combinations(eager, 2))),
+        ("two fused runs", list(combinations(fused, 2))),
+        ("an eager and a fused run", list(product(eager, fused))),
+    ):
+        distances = [relative_differences(losses[one], losses[other]) for one, other in pairs]
+        far = [max(each) for each in distances]
+        mean = statistics.mean(map(statistics.mean, distances))
+        rows.append([what, str(len(distances)), f"{mean:.1e}", f"{min(far):.1e} to {max(far):.1e}"])
     head = ["", "pairs", "mean difference", "largest difference over the steps"]
     picture = "![losses of the runs, and their differences from the first](../images/performance_curves.png)"
-    return "\n\n".join([table(head, rows), *permutation_test(losses, fused), *missing, picture])
+    return "\n\n".join([table(head, rows), permutation_test(losses, fused), picture])
 
 
-def permutation_test(losses: dict[str, list[float]], fused: list[str]) -> list[str]:
-    """Return a permutation test: how often a random division of the runs differs as much as eager and fused."""
-    if 2 * len(fused) != len(losses):
-        return []
+def permutation_test(losses: dict[str, list[float]], fused: list[str]) -> str:
+    """Return how often a random division of the runs into halves differs as much as eager and fused."""
     distance = {
         frozenset(pair): statistics.mean(relative_differences(*(losses[name] for name in pair)))
         for pair in combinations(losses, 2)
     }
 
     def across(half: tuple[str, ...]) -> float:
-        others = [name for name in losses if name not in half]
-        return statistics.mean(distance[frozenset(pair)] for pair in product(half, others))
+        return statistics.mean(distance[frozenset(pair)] for pair in product(half, losses.keys() - {*half}))
 
     halves = [half for half in combinations(losses, len(fused)) if fused[0] in half]
     as_far = sum(across(half) >= across(tuple(fused)) for half in halves)
     divisions = f"Of the {len(halves)} divisions of these runs into two halves"
-    return [f"{divisions}, {as_far} have a mean difference at least as large as eager and fused, itself included."]
+    return f"{divisions}, {as_far} have a mean difference at least as large as eager and fused, itself included."
 
 
 def curves_picture(losses: dict[str, list[float]], file: Path) -> None:
     """Plot the losses and their differences from the eager run."""
     steps = range(1, len(losses["eager"]) + 1)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for place, name in enumerate(losses):
+    for number, name in enumerate(losses):
         fused = {"color": "black", "linestyle": LINES.get(name)}
-        style: Any = fused if name in LINES else {"color": f"C{place}"}  # the same colour in both panels
+        style: Any = fused if name in LINES else {"color": f"C{number}"}  # the same colour in both panels
         left.plot(steps, losses[name], label=CURVES[name], **style)
         if name != "eager":
             distances = relative_differences(losses[name], losses["eager"])
@@ -182,12 +137,6 @@ SAVED = {
 """The operators in the table of saved time."""
 
 
-def source(part: str, numbers: Numbers) -> str:
-    """Return the caption with machine, date, command and the file that has the versions."""
-    command = numbers["command"].strip()
-    return f"*{numbers['machine']}, {numbers['date']}: `{command}` ([versions](../benchmarks/{part}.json))*."
-
-
 def rates(numbers: Numbers) -> str:
     """Return the measured rates of the GPU."""
     copy, product = numbers["copy_GB_s"], numbers["matmul_TFLOP_s"]
@@ -198,29 +147,12 @@ def op_table(numbers: Numbers) -> str:
     """Return the table of operators, and the rates of the GPU."""
     rows = []
     for row in numbers["rows"]:
-        peer = best_peer(row["peers"])
-        rows.append(
-            [
-                row["op"].replace("_", " "),
-                row["shape"],
-                f"{row['eager']:.3f}",
-                f"{peer[1]:.3f} ({peer[0]})" if peer else "",
-                f"{row['ours']:.3f}",
-                f"{row['limit']:.3f}",
-                f"{row['limit'] / row['ours']:.1%}",
-                f"{row['eager'] / row['ours']:.1f} ×",
-            ]
-        )
-    head = [
-        "op",
-        "shape",
-        "eager, ms",
-        "best public kernel, ms",
-        "ours, ms",
-        "limit, ms",
-        "of the limit",
-        "speed-up",
-    ]
+        name, peer = row["op"].replace("_", " "), best_peer(row["peers"])
+        eager, ours, limit = row["eager"], row["ours"], row["limit"]
+        public = f"{peer[1]:.3f} ({peer[0]})" if peer else ""
+        cells = [f"{eager:.3f}", public, f"{ours:.3f}", f"{limit:.3f}", f"{limit / ours:.1%}", f"{eager / ours:.1f} ×"]
+        rows.append([name, row["shape"], *cells])
+    head = ["op", "shape", "eager, ms", "best public kernel, ms", "ours, ms", "limit, ms", "of the limit", "speed-up"]
     return "\n\n".join([table(head, rows), rates(numbers)])
 
 
@@ -229,22 +161,10 @@ def ops(numbers: Numbers) -> str:
     measured = {row["op"]: row for row in reversed(numbers["rows"])}  # the first of several shapes
     saved = []
     for op, title in SAVED.items():
-        if op in measured:
-            row = measured[op]
-            times = [f"{1e3 * ms:.1f} µs" for ms in (row["eager"], row["ours"], row["eager"] - row["ours"])]
-            saved.append([f"{title} ({row['shape']})", *times, f"{1 - row['ours'] / row['eager']:.1%}"])
-    parts = [op_table(numbers)]
-    if saved:
-        parts.append(table(["", "eager", "ours", "saved", "saved"], saved))
-    return "\n\n".join([*parts, *not_measured([op.replace("_", " ") for op in SAVED if op not in measured])])
-
-
-def limit_cells(row: Numbers) -> list[str]:
-    """Return the cells of the hardware limit."""
-    if "limit_ms" not in row:
-        return ["", ""]
-    limit = row["limit_ms"]
-    return [f"{limit:.2f}" if limit >= 0.01 else f"{limit:.4f}", f"{limit / row['ms']:.0%}"]
+        row = measured[op]
+        times = [f"{1e3 * ms:.1f} µs" for ms in (row["eager"], row["ours"], row["eager"] - row["ours"])]
+        saved.append([f"{title} ({row['shape']})", *times, f"{1 - row['ours'] / row['eager']:.1%}"])
+    return "\n\n".join([op_table(numbers), table(["", "eager", "ours", "saved", "saved"], saved)])
 
 
 def first_words(error: str) -> str:
@@ -254,32 +174,28 @@ def first_words(error: str) -> str:
     return text if len(text) <= 100 else f"{sentences}." if sentences else text[:100]
 
 
-def kernel_cells(row: Numbers) -> list[str]:
-    """Return the cells of one measurement."""
-    if "failed" in row:
-        return [f"failed: `{first_words(row['failed'])}`", *[""] * 5]
-    return [
-        f"{row['ms']:.2f}" if row["ms"] >= 0.1 else f"{row['ms']:.3f}",
-        f"{1e6 * row['ms'] / row['length']:.0f}",
-        f"{row['tflops']:.0f}" if row["tflops"] else "",
-        *limit_cells(row),
-        f"{row['peak_mib']:.0f}",
-    ]
-
-
 def kernel_table(rows: list[Numbers]) -> str:
     """Return a table with one row per measurement."""
+    lines = []
+    for row in rows:
+        lines.append([row["what"], str(row["length"])])
+        if "failed" in row:
+            lines[-1] += [f"failed: `{first_words(row['failed'])}`", *[""] * 5]
+            continue
+        ms, limit = row["ms"], row.get("limit_ms")
+        lines[-1] += [f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}", f"{1e6 * ms / row['length']:.0f}"]
+        lines[-1] += [f"{row['tflops']:.0f}" if row["tflops"] else ""]
+        lines[-1] += [f"{limit:.2f}" if limit >= 0.01 else f"{limit:.4f}", f"{limit / ms:.0%}"] if limit else ["", ""]
+        lines[-1] += [f"{row['peak_mib']:.0f}"]
     head = ["", "tokens", "ms", "ns per token", "TFLOP/s", "limit, ms", "of the limit", "additional memory, MiB"]
-    return table(head, [[row["what"], str(row["length"]), *kernel_cells(row)] for row in rows])
+    return table(head, lines)
 
 
 def kernels(numbers: Numbers) -> str:
     """Return the table of sparse attention or of the indexer, one row per measurement."""
     errors = [[row["what"], f"{row['error']:.1e}"] for row in numbers["rows"] if "error" in row]
-    rows = [row for row in numbers["rows"] if "length" in row]
-    distances = [table(["on a small case", "relative error against float64"], errors)] if errors else []
-    measured = [rates(numbers)] if "copy_GB_s" in numbers else []  # older results have no rates
-    return "\n\n".join([kernel_table(rows), *measured, *distances])
+    measured = kernel_table([row for row in numbers["rows"] if "length" in row])
+    return "\n\n".join([measured, rates(numbers), table(["on a small case", "relative error against float64"], errors)])
 
 
 ATTENTION_KERNELS = {
@@ -299,8 +215,8 @@ def attention_peers(numbers: Numbers) -> str:
         name, heads, rows = row["what"].rsplit(", ", 2)
         direction, kernel = name.split(", ", 1)
         cases.setdefault(f"{direction}, {heads}, {rows}", {})[kernel] = row
-    there = {kernel for measured in cases.values() for kernel, row in measured.items() if _peer_cell(row, 0.0)}
-    columns = {kernel: name for kernel, name in ATTENTION_KERNELS.items() if kernel in there}
+    found = {kernel for measured in cases.values() for kernel, row in measured.items() if _peer_cell(row, 0.0)}
+    columns = {kernel: name for kernel, name in ATTENTION_KERNELS.items() if kernel in found}
     lines = []
     for case, measured in sorted(cases.items(), key=lambda item: item[0].startswith("backward")):
         best = min(row["ms"] for row in measured.values() if "ms" in row)
@@ -345,17 +261,16 @@ def models(numbers: Numbers) -> str:
     rows, eager = [], {}
     for row in numbers["rows"]:
         name, layers = VARIANTS[row["variant"]], str(row["layers"])
+        cells = [layers, str(row["seq_len"]), name]
         if "failed" in row:
-            rows.append(
-                [layers, str(row["seq_len"]), name, f"does not run: `{first_words(row['failed'])}`", "", "", ""]
-            )
+            rows.append([*cells, f"does not run: `{first_words(row['failed'])}`", "", "", ""])
             continue
         speed, memory = row["tokens_per_second"], row["memory"] / GIB
         if row["variant"] == "eager":
             eager[layers] = speed, memory
         base = eager.get(layers)
         ratios = [f"{speed / base[0]:.2f}", f"{memory / base[1]:.2f}"] if base else ["", ""]
-        rows.append([layers, str(row["seq_len"]), name, f"{speed:.0f}", ratios[0], f"{memory:.1f}", ratios[1]])
+        rows.append([*cells, f"{speed:.0f}", ratios[0], f"{memory:.1f}", ratios[1]])
     head = ["layers", "sequence", "", "tokens per second", "of eager", "memory, GiB", "of eager"]
     return table(head, rows)
 
@@ -366,12 +281,15 @@ def step(numbers: Numbers) -> str:
     operators = row["operators"]
     total = sum(each["ms"] for each in operators)
     shown = [each for each in operators if each["ms"] >= total / 100]
-    cells = []
-    for each in shown:
-        shares = f"{each['ms'] / total:.0%}", f"{each['limit_ms'] / each['ms']:.0%}"
-        cells.append([f"`{each['operator']}`", str(each["calls"]), f"{each['ms']:.1f}", *shares])
-    rest = total - sum(each["ms"] for each in shown)
-    cells.append([f"{len(operators) - len(shown)} others", "", f"{rest:.1f}", f"{rest / total:.0%}", ""])
+    cells = [
+        [
+            *(f"`{each['operator']}`", str(each["calls"]), f"{each['ms']:.1f}"),
+            *(f"{each['ms'] / total:.0%}", f"{each['limit_ms'] / each['ms']:.0%}"),
+        ]
+        for each in shown
+    ]
+    other = total - sum(each["ms"] for each in shown)
+    cells.append([f"{len(operators) - len(shown)} others", "", f"{other:.1f}", f"{other / total:.0%}", ""])
     times = f"Kernels take {total:.0f} ms of a step of {row['step_ms']:.0f} ms. {rates(row)}"
     return "\n\n".join([table(["operator", "calls", "ms", "share", "of its limit"], cells), times])
 
@@ -387,22 +305,14 @@ def combine(numbers: Numbers) -> str:
     lines = []
     for name, rows in runs.items():
         losses = [row["losses"] for row in rows]
-        others = [row["losses"] for row in runs["upstream"]]
-        pairs = combinations(losses, 2) if name == "upstream" else product(losses, others)
+        upstream = [row["losses"] for row in runs["upstream"]]
+        pairs = combinations(losses, 2) if name == "upstream" else product(losses, upstream)
         difference = statistics.mean(statistics.mean(relative_differences(*pair)) for pair in pairs)
         final = [each[-1] for each in losses]
-        lines.append(
-            [
-                COMBINE[name],
-                str(len(rows)),
-                f"{difference:.1e}",
-                f"{statistics.mean(final):.5f} ± {statistics.stdev(final):.5f}",
-                f"{speeds[name]:.0f}",
-                f"{speeds[name] / speeds['rows']:.3f}",
-                f"{memory[name]:.2f}",
-                f"{memory[name] / memory['rows']:.3f}",
-            ]
-        )
+        cells = [f"{difference:.1e}", f"{statistics.mean(final):.5f} ± {statistics.stdev(final):.5f}"]
+        cells += [f"{speeds[name]:.0f}", f"{speeds[name] / speeds['rows']:.3f}"]
+        cells += [f"{memory[name]:.2f}", f"{memory[name] / memory['rows']:.3f}"]
+        lines.append([COMBINE[name], str(len(rows)), *cells])
     head = ["", "runs", "mean difference from TorchTitan's runs", "last loss", "tokens per second", 'of `"rows"`']
     return table([*head, "memory, GiB", 'of `"rows"`'], lines)
 
@@ -433,7 +343,7 @@ def npu_launches(numbers: Numbers) -> str:
             eager[model] = layer, step
         name = NPU_MODELS.get(model, model) if row["variant"] == "eager" else ""
         phases = [f"{number:g}" for number in row["layer"]]
-        ratios = [f"{own / base:.2f}" for own, base in zip((layer, step), eager[model], strict=True)]
+        ratios = [f"{ours / base:.2f}" for ours, base in zip((layer, step), eager[model], strict=True)]
         lines.append([name, row["variant"], *phases, f"{layer:g}", ratios[0], str(row["layers"]), str(step), ratios[1]])
     head = ["model", "", "forward", "backward", "optimizer", "layer", "of eager", "layers", "step", "of eager"]
     return table(head, lines)
@@ -459,14 +369,13 @@ def npu_host_time(numbers: Numbers) -> str:
     for row in numbers["rows"]:
         layout = "TP 2" if row["tensor_parallel"] == 2 else "one device"
         name = NPU_MODELS.get(row["model"], row["model"])
-        for what in ("step", "block"):
-            times, ratios = row[what]["ms"], row[what]["of_eager"]
+        for what, label in (("step", f"step, {row['layers']} layers"), ("block", "block")):
+            of_eager = row[what]["of_eager"]
             cells = [
-                f"{ms:.1f}" + (f" ({1 / ratios[variant]:.2f})" if variant != "eager" else "")
-                for variant, ms in times.items()
+                f"{ms:.1f}" + (f" ({1 / of_eager[variant]:.2f})" if variant != "eager" else "")
+                for variant, ms in row[what]["ms"].items()
             ]
-            of = f"step, {row['layers']} layers" if what == "step" else "block"
-            lines.append([name, layout, of, *cells] if what == "step" else ["", "", of, *cells])
+            lines.append([name, layout, label, *cells] if what == "step" else ["", "", label, *cells])
     return table(["model", "", "", "eager, ms", "converters, ms", "compiled, ms"], lines)
 
 
@@ -494,49 +403,60 @@ def scaling_picture(attention: Numbers, indexer: Numbers, file: Path) -> None:
     plt.close(figure)
 
 
-RENDER: dict[str, Callable[[Numbers], str]] = {
-    "ops": ops,
-    "dense_attention": op_table,
-    "gating": op_table,
-    "attention": kernels,
-    "attention_peers": attention_peers,
-    "indexer": kernels,
-    "indexer_peers": indexer_peers,
-    "models": models,
-    "long": models,
-    "chunked_loss": models,
-    "step": step,
-    "curves": curves,
-    "combine": combine,
-    "compiled_steps": compiled_steps,
-    "device_graphs": device_graphs,
-    "npu_launches": npu_launches,
-    "npu_host_time": npu_host_time,
+class Part(NamedTuple):
+    render: Callable[[Numbers], str]
+    command: str
+    """The program and its options."""
+    by_default: bool = True
+    """False if it needs no GPU, or a folder of public kernels."""
+
+
+LONG = "--seq-len 32768 --only"
+PARTS = {
+    "ops": Part(ops, "basic_kernels.py"),
+    "dense_attention": Part(op_table, "basic_kernels.py --only attention"),
+    "gating": Part(op_table, "basic_kernels.py --only gating"),
+    "attention": Part(kernels, "sparse_attention.py"),
+    "attention_peers": Part(attention_peers, "sparse_attention.py --peers peers", by_default=False),
+    "indexer": Part(kernels, "indexer_kernels.py --only check indexer"),
+    "indexer_peers": Part(indexer_peers, "indexer_kernels.py --only peers --peers peers", by_default=False),
+    "models": Part(models, "models.py"),
+    "long": Part(models, f"models.py --layers 8 20 {LONG} eager basic --steps 4"),
+    "chunked_loss": Part(models, f"models.py --layers 8 20 21 {LONG} basic chunked --steps 3"),
+    "step": Part(step, "models.py --profile --layers 8 --only basic"),
+    "curves": Part(curves, "models.py --curves --layers 4 --steps 50"),
+    "combine": Part(combine, "moe_combine.py"),
+    "compiled_steps": Part(compiled_steps, "compiled_steps.py --steps 6 --rounds 20"),
+    "device_graphs": Part(device_graphs, "device_graphs.py --steps 10"),
+    "npu_launches": Part(npu_launches, "npu_steps.py launches", by_default=False),
+    "npu_host_time": Part(npu_host_time, "npu_steps.py host_time", by_default=False),
 }
 
 
 def render(folder: Path = NUMBERS, docs: Path = DOCS) -> None:
     """Write the table of each part with results in ``folder`` between its two marks in the docs, and draw the plots."""
-    numbers = {part: json.loads(file.read_text()) for part in RENDER if (file := folder / f"{part}.json").exists()}
+    numbers = {part: json.loads(file.read_text()) for part in PARTS if (file := folder / f"{part}.json").exists()}
     pages = {path: path.read_text() for path in sorted(docs.rglob("*.md"))}
     for part in numbers:
         begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
         (path,) = (path for path, text in pages.items() if begin in text)
-        before, rest = pages[path].split(begin)
-        _, after = rest.split(end)
-        text, caption = RENDER[part](numbers[part]), source(part, numbers[part])
+        before, _, tail = pages[path].partition(begin)
+        after = tail.partition(end)[2]
+        text, about = PARTS[part].render(numbers[part]), numbers[part]
+        versions = f"[versions](../benchmarks/{part}.json)"
+        caption = f"*{about['machine']}, {about['date']}: `{about['command'].strip()}` ({versions})*."
         pages[path] = f"{before}{begin}\n\n{text}\n\n{caption}\n\n{end}{after}"
         path.write_text(pages[path])
     images = docs / "images"
     if {"attention", "indexer"} <= numbers.keys():
         scaling_picture(numbers["attention"], numbers["indexer"], images / "performance_scaling.png")
-    if "curves" in numbers and comparable(losses := losses_of(numbers["curves"])):
-        curves_picture(losses, images / "performance_curves.png")
+    if "curves" in numbers:
+        curves_picture(losses_of(numbers["curves"]), images / "performance_curves.png")
 
 
 def measure(part: str, folder: Path) -> bool:
     """Run the program of the part. Return whether it succeeded."""
-    program, *options = PARTS[part]
+    program, *options = PARTS[part].command.split()
     file = folder / f"{part}.json"
     print(f"== {part}", flush=True)
     begin = time.monotonic()
@@ -549,17 +469,9 @@ def measure(part: str, folder: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_a_gpu = [part for part in PARTS if part not in NOT_BY_DEFAULT]
-    parser.add_argument(
-        "--only", nargs="+", choices=list(PARTS), default=on_a_gpu, help="parts to run (default: all on a GPU)"
-    )
-    parser.add_argument(
-        "--numbers",
-        type=Path,
-        default=NUMBERS,
-        metavar="DIR",
-        help="folder of the JSON files (default docs/benchmarks)",
-    )
+    by_default = [name for name, part in PARTS.items() if part.by_default]
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=by_default, help="default: all on a GPU")
+    parser.add_argument("--numbers", type=Path, default=NUMBERS, metavar="DIR", help="folder of the JSON files")
     parser.add_argument("--render", action="store_true", help="measure nothing; write tables and plots")
     args = parser.parse_args()
     if args.render and not list(args.numbers.glob("*.json")):

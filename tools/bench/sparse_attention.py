@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 """Measure sparse attention on a GPU, forward and backward: DeepSeek-V3.2's 128 heads of 512 + 64, top 2048 keys.
 
-    python tools/bench/sparse_attention.py [--lengths 2048 4096 ...] [--heads 128] [--triton] [--json FILE]
-    python tools/bench/sparse_attention.py --peers DIR [--only forward]   # only a comparison with public kernels in DIR
+    python tools/bench/sparse_attention.py [--triton] [--json FILE]
+    python tools/bench/sparse_attention.py --peers DIR        # only a comparison with public kernels in DIR
     python tools/bench/sparse_attention.py --query-blocks   # only few heads: single queries and blocks
 
 First bfloat16 is compared with float64 on a small sequence. Then one causal sequence of each length is timed, with
 random selected keys; rates count the selected pairs only. At 4096 tokens other shapes are timed, too. These are: 16
 heads, as on a tensor-parallel rank; two sequences in one tensor (TND); and queries and ``d_out`` in head-major layout,
 as in the model. The last shape has scores so different between blocks of keys that exponentials are rescaled.
-``--heads 64`` are the sizes of GLM-5. ``--triton`` runs the Triton kernels where the Gluon kernels would run.
+``--triton`` runs the Triton kernels where the Gluon kernels would run.
 
 ``small ops`` is the eager model: attention to all keys under a mask, where its scores fit into memory. ``compiled`` is
 the same with torch.compile. Times are medians on the device, replayed from a CUDA graph. The limit is the operations at
@@ -21,38 +21,35 @@ Blackwell its kernel is unrolled over the selected keys at compile time: 4 keys 
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import sparse_attention_peers
 import torch
 from harness import (
     Machine,
     Row,
+    Run,
     compiled,
     difference,
-    forward_ms,
+    in_turns,
     mask_of,
     measure_machine,
     need_gpu,
     of_peer,
-    peak_bytes,
+    parser_of,
     peers_in,
+    printed,
     show,
     size,
+    store,
     timed,
-    timed_backward,
-    write,
-    write_partial,
 )
+from sparse_attention_peers import BACKWARD, FORWARD, ROPE, SCALE, SIZE, TOP_K, selection
 from torch import Tensor
 
 from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton as kernels
@@ -61,8 +58,8 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton_query_block
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import BLOCK_HEADS
 from torchtitan_npu.ops.core import gpu
 
-HEADS, SIZE, ROPE, TOP_K = 128, 512, 64, 2048
-SCALE = (SIZE + ROPE) ** -0.5
+HEADS = 128
+LENGTHS = [2048 << n for n in range(7)]
 SMALL_OPS = (2048, 4096)
 IN_ORDER = (2048, 4096, 8192)
 SHAPES_AT = 4096
@@ -76,19 +73,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 npu = torch.ops.npu
 
 
-def selection(length: int, top_k: int) -> Tensor:
-    """Return random visible keys of each row, ascending and padded with -1, (1, length, 1, top_k)."""
-    indices = torch.full((1, length, 1, top_k), -1, dtype=torch.int32, device="cuda")
-    keys = torch.arange(length, device="cuda")
-    for start in range(0, length, 512):
-        rows = keys[start : start + 512, None]
-        chances = torch.rand(len(rows), length, device="cuda").masked_fill_(keys > rows, 2)
-        order = chances.argsort(-1)[:, :top_k]
-        order = torch.where(order > rows, length, order).sort(-1).values
-        indices[0, start : start + 512, 0, : order.shape[1]] = torch.where(order == length, -1, order)
-    return indices
-
-
 def tensors(
     length: int, top_k: int, heads: int = HEADS, documents: int = 0, by_head: bool = False, spread: float = 1.0
 ) -> dict[str, Tensor]:
@@ -100,7 +84,7 @@ def tensors(
     def random(heads: int, size: int) -> Tensor:
         shape = (documents * length, heads, size) if documents else (1, length, heads, size)
         result = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        return head_by_head(result) if by_head else result
+        return result.transpose(1, 2).contiguous().transpose(1, 2) if by_head else result
 
     inputs = {
         "query": spread * random(heads, SIZE),
@@ -113,11 +97,6 @@ def tensors(
         inputs["indices"] = inputs["indices"][0].repeat(documents, 1, 1)
         inputs["ends"] = length * torch.arange(1, documents + 1, dtype=torch.int32, device="cuda")
     return inputs
-
-
-def head_by_head(tensor: Tensor) -> Tensor:
-    """Return the same (B, S, N, D) tensor with head-major strides."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def forward(
@@ -153,14 +132,14 @@ def small_ops(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, 
     return torch.einsum("bhqk,bkd->bqhd", weights, key[:, :, 0])
 
 
-def check(heads: int) -> Iterator[Row]:
+def check() -> Iterator[Row]:
     """Yield the relative L2 errors against float64, the larger of two cases: few and most keys selected.
 
     There are several blocks of keys, and the workspace is filled several times.
     """
     before = kernels.WORKSPACE, of_gradient.WORKSPACE
     kernels.WORKSPACE = of_gradient.WORKSPACE = 2**26
-    cases = [distances(tensors(1500, 600, heads)), distances(tensors(1500, 1000, heads, by_head=True))]
+    cases = [distances(tensors(1500, 600)), distances(tensors(1500, 1000, by_head=True))]
     for name in cases[0]:
         error = max(case[name] for case in cases)
         assert error < 1e-2, f"{name}: {error} is above bfloat16 rounding"
@@ -168,12 +147,12 @@ def check(heads: int) -> Iterator[Row]:
     kernels.WORKSPACE, of_gradient.WORKSPACE = before
 
 
-def distances(given: dict[str, Tensor]) -> dict[str, float]:
-    results = forward(**given)
-    d_out = torch.randn_like(given["query"])  # the shape of the output, the strides of the queries
-    exact = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+def distances(inputs: dict[str, Tensor]) -> dict[str, float]:
+    results = forward(**inputs)
+    d_out = torch.randn_like(inputs["query"])  # the shape of the output, the strides of the queries
+    exact = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
     expected = forward(**exact)
-    of_gradients = backward(**given, d_out=d_out, results=results)
+    of_gradients = backward(**inputs, d_out=d_out, results=results)
     pairs = [*zip(results, expected, strict=True)]
     pairs += zip(of_gradients, backward(**exact, d_out=d_out.double(), results=expected), strict=True)
     names = ("out", "max", "sum", *(f"gradient of {name}" for name in ("query", "key", "query_rope", "key_rope")))
@@ -181,33 +160,33 @@ def distances(given: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(names, far, strict=True))
 
 
-def times(length: int, heads: int, machine: Machine) -> Iterator[Row]:
-    given = tensors(length, TOP_K, heads)
-    yield from kernel_rows(given, machine, in_order=length in IN_ORDER)
+def times(length: int, machine: Machine) -> Iterator[Row]:
+    inputs = tensors(length, TOP_K)
+    yield from kernel_rows(inputs, machine, in_order=length in IN_ORDER)
     if length in SMALL_OPS:
-        yield from small_rows(given, with_compiled=length == SHAPES_AT)
+        yield from small_rows(inputs, with_compiled=length == SHAPES_AT)
     if length == SHAPES_AT:
         for name, shape in SHAPES.items():
-            yield from kernel_rows(tensors(length, TOP_K, **{"heads": heads, **shape}), machine, name)
+            yield from kernel_rows(tensors(length, TOP_K, **shape), machine, name)
 
 
-def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_order: bool = False) -> Iterator[Row]:
+def kernel_rows(inputs: dict[str, Tensor], machine: Machine, name: str = "", in_order: bool = False) -> Iterator[Row]:
     """Time our forward pass, and the backward pass by its operator."""
-    *tokens, heads, _ = given["query"].shape
+    *tokens, heads, _ = inputs["query"].shape
     length = tokens[-1]
-    pairs = 2 * heads * int((given["indices"] >= 0).sum())
-    results = forward(**given)
-    d_out = torch.randn_like(given["query"])
-    flops = pairs * (2 * SIZE + ROPE)
-    moved = size(*given.values(), *results)
+    pairs = 2 * heads * int((inputs["indices"] >= 0).sum())
+    results = forward(**inputs)
+    d_out = torch.randn_like(inputs["query"])
+    flops = pairs * FORWARD
+    moved = size(*inputs.values(), *results)
     limit = machine.limit_ms(moved, flops)
-    yield timed(lambda: forward(**given), flops, what=f"forward{name}", length=length, limit_ms=limit)
-    flops = pairs * (5 * SIZE + 3 * ROPE)
+    yield timed(lambda: forward(**inputs), flops, what=f"forward{name}", length=length, limit_ms=limit)
+    flops = pairs * BACKWARD
     # Gradients have the sizes of the inputs.
-    limit = machine.limit_ms(moved + size(d_out, *given.values()) - given["indices"].nbytes, flops)
+    limit = machine.limit_ms(moved + size(d_out, *inputs.values()) - inputs["indices"].nbytes, flops)
 
     def gradients() -> tuple[Tensor, ...]:
-        return backward(**given, d_out=d_out, results=results)
+        return backward(**inputs, d_out=d_out, results=results)
 
     yield timed(gradients, flops, what=f"backward{name}", length=length, limit_ms=limit)
     if in_order:
@@ -216,87 +195,71 @@ def kernel_rows(given: dict[str, Tensor], machine: Machine, name: str = "", in_o
         torch.use_deterministic_algorithms(False)
 
 
-def small_rows(given: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
+def small_rows(inputs: dict[str, Tensor], with_compiled: bool) -> Iterator[Row]:
     """Time the eager model, and its compiled version."""
-    mask = mask_of(given["indices"])
-    inputs = {name: tensor.detach().requires_grad_() for name, tensor in given.items() if name != "indices"}
-    d_out, length = torch.randn_like(given["query"]), len(mask)
+    mask = mask_of(inputs["indices"])
+    inputs = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items() if name != "indices"}
+    d_out, length = torch.randn_like(inputs["query"]), len(mask)
     functions = {"": small_ops} | ({", compiled": compiled(small_ops)} if with_compiled else {})
     for name, function in functions.items():
         run = partial(function, **inputs, mask=mask)
         yield of_peer(timed, run, what=f"small ops forward{name}", length=length)
-        arguments = (run, list(inputs.values()), d_out)
-        yield of_peer(timed_backward, *arguments, what=f"small ops backward{name}", length=length)
+        backward = (list(inputs.values()), d_out)
+        yield of_peer(timed, run, backward=backward, what=f"small ops backward{name}", length=length)
 
 
 def block_rows(machine: Machine) -> Iterator[Row]:
     """Time single queries and the largest blocks of neighbouring queries in turns, for few heads."""
-    operations = sparse_attention_peers.FORWARD, sparse_attention_peers.BACKWARD
-    passes = list(zip(("forward", "backward"), operations, strict=True))
     for heads, (name, first) in product((16, 32), (("causal", 0), ("full rows", sparse_attention_peers.QUERIES))):
         case = sparse_attention_peers.Case(heads, first)
         tokens = case.query.shape[1]
         block = BLOCK_HEADS.value // heads
         sizes = {"single queries": 1, f"blocks of {block}": block}
         best = query_blocks.queries_per_block(heads, tokens, tokens, case.keys, TOP_K, True)
-        for run, (direction, of_pair) in zip(case.ours(), passes, strict=True):
+        for run, (direction, of_pair) in zip(case.ours(), sparse_attention_peers.PASSES.items(), strict=True):
             flops = case.pairs * of_pair
-            runs = {queries: partial(with_block, number, run) for queries, number in sizes.items()}
-            times = forward_ms(runs)
-            for queries, of_size in runs.items():
-                yield {
-                    "what": f"{direction}, {heads} heads, {name}, {queries}{' (chosen)' * (sizes[queries] == best)}",
-                    "length": tokens,
-                    "ms": times[queries],
-                    "tflops": flops / times[queries] / 1e9,
-                    "peak_mib": peak_bytes(of_size) / 2**20,
-                    "limit_ms": machine.limit_ms(0, flops),
-                }
+            builds = {
+                f"{direction}, {heads} heads, {name}, {queries}{' (chosen)' * (number == best)}": partial(
+                    with_block, number, run
+                )
+                for queries, number in sizes.items()
+            }
+            work = dict.fromkeys(builds, (flops, machine.limit_ms(0, flops)))
+            yield from in_turns(builds, work, length=tokens)
 
 
-def with_block(queries: int, run: Callable[[], object]) -> object:
-    """Run with blocks of ``queries``."""
-    with mock.patch.object(query_blocks, "queries_per_block", return_value=queries):
-        return run()
+def with_block(queries: int, run: Run) -> Run:
+    """Return ``run`` with blocks of ``queries``."""
+
+    def with_queries() -> object:
+        with mock.patch.object(query_blocks, "queries_per_block", return_value=queries):
+            return run()
+
+    return with_queries
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048 << n for n in range(7)])
-    parser.add_argument("--heads", type=int, default=HEADS)
+    parser = parser_of(__doc__)
     parser.add_argument("--triton", action="store_true", help="run the Triton kernels on a Hopper GPU, too")
-    parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--peers", type=Path, help="folder of public kernels, as sparse_attention_peers.py describes it"
     )
-    passes = sparse_attention_peers.PASSES
-    parser.add_argument("--only", nargs="+", choices=passes, help="passes of --peers")
     parser.add_argument("--query-blocks", action="store_true", help="compare single queries with blocks")
     args = parser.parse_args()
-    if args.only and not args.peers:
-        parser.error("--only needs --peers DIR")
     need_gpu()
     if args.triton:
         gpu.is_hopper = lambda tensor: False
     torch.manual_seed(0)
     machine = measure_machine()
-    parts = (check(args.heads), *(times(length, args.heads, machine) for length in args.lengths))
     about: dict[str, Any] = machine.rates()
     if args.peers:
         about |= {"peers": peers_in(args.peers, sparse_attention_peers.MODULES)}
-        parts = (sparse_attention_peers.rows(machine, args.only or list(passes)),)
+        parts = [sparse_attention_peers.rows(machine)]
     elif args.query_blocks:
-        parts = (block_rows(machine),)
-    rows: list[Row] = []
-    for of_length in parts:
-        for row in of_length:
-            rows.append(row)
-            print(show(row), flush=True)
-            if args.json:
-                write_partial(args.json, rows, **about)
-        torch.cuda.empty_cache()
-    if args.json:
-        write(args.json, rows, **about)
+        parts = [block_rows(machine)]
+    else:
+        parts = [check(), *(times(length, machine) for length in LENGTHS)]
+    store(args.json, printed(parts, show), **about)
 
 
 if __name__ == "__main__":

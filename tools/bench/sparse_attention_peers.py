@@ -8,18 +8,18 @@ A folder holds what is there of the peers, importable from it:
 - ``cudnn``: cuDNN frontend, ``pip install nvidia-cudnn-frontend[cutedsl]``. On Hopper it has the backward pass.
 
 Causal rows are 4096 tokens from the first on. Full rows are 4096 queries at positions 4096 to 8191 of 8192 keys: each
-selects 2048. Rates count the selected pairs. tilelang computes all 2048 places of a causal row, and FlashMLA does so
+selects 2048. Rates count the selected pairs. tilelang computes all 2048 entries of a causal row, and FlashMLA does so
 unless it gets the number of keys of each row. cuDNN always gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 
 import torch
-from harness import Machine, Row, Run, add_rate, check_peer, in_turns
+from harness import Machine, Row, Run, check_peer, in_turns
 from torch import Tensor
 
 import torchtitan_npu.ops  # noqa: F401  (it defines npu::)
@@ -34,6 +34,18 @@ MODULES = {"tilelang": "tilelang", "FlashMLA": "flash_mla", "cuDNN frontend": "c
 npu = torch.ops.npu
 
 
+def selection(queries: int, top_k: int, first: int = 0) -> Tensor:
+    """Return random visible keys of queries from position ``first`` on, ascending, then -1: (1, queries, 1, top_k)."""
+    indices = torch.full((1, queries, 1, top_k), -1, dtype=torch.int32, device="cuda")
+    keys = torch.arange(first + queries, device="cuda")
+    for start in range(0, queries, 512):
+        last = keys[first + start : first + start + 512, None]
+        order = torch.rand(len(last), len(keys), device="cuda").masked_fill_(keys > last, 2).argsort(-1)[:, :top_k]
+        order = torch.where(order > last, len(keys), order).sort(-1).values
+        indices[0, start : start + 512, 0, : order.shape[1]] = torch.where(order == len(keys), -1, order)
+    return indices
+
+
 class Case:
     """The inputs of one comparison: queries from position ``first`` on, and as many keys as they may select from."""
 
@@ -41,15 +53,9 @@ class Case:
         self.first, self.keys = first, first + QUERIES
         self.query = torch.randn(1, QUERIES, heads, SIZE + ROPE, device="cuda", dtype=torch.bfloat16) / 2
         self.key = torch.randn(1, self.keys, 1, SIZE + ROPE, device="cuda", dtype=torch.bfloat16) / 2
-        self.indices = torch.full((1, QUERIES, 1, TOP_K), -1, dtype=torch.int32, device="cuda")
-        positions = torch.arange(self.keys, device="cuda")
-        for start in range(0, QUERIES, 512):
-            last = first + torch.arange(start, start + 512, device="cuda")[:, None]
-            order = torch.rand(512, self.keys, device="cuda").masked_fill_(positions > last, 2).argsort(-1)[:, :TOP_K]
-            order = torch.where(order > last, self.keys, order).sort(-1).values
-            self.indices[0, start : start + 512, 0] = torch.where(order == self.keys, -1, order)
-        self.pairs = 2 * heads * int((self.indices >= 0).sum())
+        self.indices = selection(QUERIES, TOP_K, first)
         self.lengths = (self.indices[0, :, 0] >= 0).sum(-1).int()
+        self.pairs = 2 * heads * int(self.lengths.sum())
         self.d_out = torch.randn(1, QUERIES, heads, SIZE, device="cuda", dtype=torch.bfloat16)
 
     def ours(self) -> tuple[Run, Run]:
@@ -64,21 +70,8 @@ class Case:
                 query, key, None, self.indices, SCALE, return_softmax_lse=True, **ropes, sparse_mode=3
             )
 
-        arguments = (
-            query,
-            key,
-            None,
-            self.indices,
-            self.d_out,
-            *forward(),
-            SCALE,
-            1,
-            query_rope,
-            key_rope,
-            None,
-            None,
-            "BSND",
-        )
+        inputs = (query, key, None, self.indices, self.d_out, *forward(), SCALE, 1)
+        arguments = (*inputs, query_rope, key_rope, None, None, "BSND")
         return forward, lambda: npu.npu_sparse_flash_attention_grad(*arguments, attention_mode=2)
 
     def flash_mla(self, ours: Run, with_lengths: bool) -> Run:
@@ -97,10 +90,10 @@ class Case:
         out, highest, total = forward()
         log_sum = (highest + total.log())[0, 0]
         no_sink = torch.full_like(log_sum[0], float("-inf"))
-        given = (self.query[0], self.key[0, :, 0], out[0], self.d_out[0], log_sum, no_sink, self.indices[0, :, 0])
+        arguments = (self.query[0], self.key[0, :, 0], out[0], self.d_out[0], log_sum, no_sink, self.indices[0, :, 0])
 
         def run() -> dict[str, Tensor]:
-            return kernel(*given, softmax_scale=SCALE, topk_length=self.lengths)
+            return kernel(*arguments, softmax_scale=SCALE, topk_length=self.lengths)
 
         gradients, ours = run(), backward()
         check_peer(gradients["dq"], torch.cat([ours[0], ours[3]], -1)[0], 1e-2)
@@ -132,7 +125,7 @@ class Case:
             yield "backward, tilelang", backward, BACKWARD
 
 
-def rows(machine: Machine, passes: Sequence[str]) -> Iterator[Row]:
+def rows(machine: Machine) -> Iterator[Row]:
     """Time our kernels and the peers in turns. A peer that is missing or fails has a row with its error."""
     for heads in HEADS:
         for name, first in (("causal", 0), ("full rows", QUERIES)):
@@ -146,13 +139,13 @@ def rows(machine: Machine, passes: Sequence[str]) -> Iterator[Row]:
                 ("backward, ours", lambda: backward, BACKWARD),  # noqa: B023
                 ("backward, cuDNN", partial(case.cudnn, forward, backward), BACKWARD),
             ]
-            for direction in passes:
-                flops = case.pairs * PASSES[direction]
+            for operations in PASSES.values():
+                flops = case.pairs * operations
                 builds = {
                     f"{kernel}, {heads} heads, {name}": build
-                    for kernel, build, operations in kernels
-                    if operations == PASSES[direction]
+                    for kernel, build, of_pair in kernels
+                    if of_pair == operations
                 }
-                for row in in_turns(builds, length=QUERIES):
-                    yield add_rate(row, flops, machine.limit_ms(0, flops))
+                work = dict.fromkeys(builds, (flops, machine.limit_ms(0, flops)))
+                yield from in_turns(builds, work, length=QUERIES)
             torch.cuda.empty_cache()

@@ -1,7 +1,6 @@
 """Compare an AdamW step of the swap optimizer with the bandwidth limit and with other implementations.
 
     python tools/bench/swap_optimizer.py --json out.json --picture out.png     # 1e9 and 4e9 parameters, float32
-    python tools/bench/swap_optimizer.py --draw out.json out.png               # draw the recorded trace again
 
 Each row is a median of steps, each timed from an idle device to an idle device. The limit is 8 bytes per parameter in
 each direction at the bandwidth of the link with both directions busy, measured in the same process before and after
@@ -10,19 +9,18 @@ the steps; the better value counts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import machine, write, write_partial
+from harness import Row, machine, parser_of, store
 
 from torchtitan_npu.components.swap_optimizer.host_memory import link_bandwidth
 from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, SlicePipeline, SliceUpdate
@@ -36,11 +34,8 @@ SHOWN_MS = 16.0
 def record_trace(device: torch.device, step: Callable[[], Any]) -> list[dict[str, Any]]:
     """Profile one ``step``. Return lane, stream, begin and length in milliseconds of each device event."""
     module = torch.get_device_module(device)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     module.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:
         step()
         module.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -85,24 +80,22 @@ def draw_trace(trace: list[dict[str, Any]], path: str) -> None:
 
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+SLICE_MIB = 64
 SLICES = (4, 16, 32, 64, 128, 256)
-LARGE = 10**8
-"""Fewer parameters are only a trial of this program."""
-LINK_BYTES = {True: 1 << 30, False: MIB}
+REPEATS = {"swap": 10, "serial": 3, "torchao": 3, "slices": 5}
+LINK_BYTES = 1 << 30
 
 
 def make_parameters(number: int, device: torch.device) -> list[torch.nn.Parameter]:
-    """Return about ``number`` float32 parameters like those of a language model: an embedding, matrices and norms."""
-    dim = 4096 if number >= LARGE else 64
+    """Return about ``number`` float32 parameters with gradients: a language model's embedding, matrices and norms."""
+    dim = 4096
     shapes = [(min(number // 2 // dim, 131072), dim)]
     while sum(a * b for a, b in shapes) < number:
         shapes += [(dim, dim), (1, dim)]
-    return [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-
-
-def give_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter).mul_(1e-3)
+    return parameters
 
 
 def timed(
@@ -122,7 +115,7 @@ def timed(
 
 
 def memory_of_a_step(
-    device: torch.device, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], slice_mib: int
+    device: torch.device, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
 ) -> dict[str, int]:
     """Return the bytes beyond parameters and gradients: held between steps, the peak of a step, and its bound.
 
@@ -137,7 +130,7 @@ def memory_of_a_step(
     optimizer.step()
     module.synchronize()
     peak = module.memory_stats()["requested_bytes.all.peak"] - needed
-    return {"held_beyond_bytes": held, "peak_bytes": peak, "peak_bound_bytes": BUFFERS * slice_mib * MIB}
+    return {"held_beyond_bytes": held, "peak_bytes": peak, "peak_bound_bytes": BUFFERS * SLICE_MIB * MIB}
 
 
 class SerialPipeline(SlicePipeline):
@@ -154,59 +147,58 @@ class SerialPipeline(SlicePipeline):
         self.module.synchronize()
 
 
-def measure_ours(number: int, device: torch.device, slice_mib: int, repeats: int, trace: bool) -> dict[str, Any]:
+def measure_swap(number: int, device: torch.device) -> Row:
     """Measure the swap optimizer with and without overlap, and torch's fused AdamW with states on the device."""
     parameters = make_parameters(number, device)
-    give_gradients(parameters)
     total = sum(p.numel() for p in parameters)
-    links = [link_bandwidth(device, size=LINK_BYTES[number >= LARGE])]
+    links = [link_bandwidth(device, size=LINK_BYTES)]
 
     start = time.perf_counter()
-    optimizer = SwapAdamW(parameters, slice_mib=slice_mib, **OPTIONS)
-    result: dict[str, Any] = {"parameters": total, "slice_mib": slice_mib}
+    optimizer = SwapAdamW(parameters, slice_mib=SLICE_MIB, **OPTIONS)
+    result: Row = {"parameters": total, "slice_mib": SLICE_MIB}
     result["allocation_s"] = time.perf_counter() - start
     progress(f"{optimizer.host_bytes / 1e9:.1f} GB of host memory in {result['allocation_s']:.1f} s")
-    result["swap_s"] = timed(device, optimizer.step, repeats)
-    links.append(link_bandwidth(device, size=LINK_BYTES[number >= LARGE]))
+    result["swap_s"] = timed(device, optimizer.step, REPEATS["swap"])
+    links.append(link_bandwidth(device, size=LINK_BYTES))
     result["link_bytes_per_second_each_way"] = links
     result["limit_s"] = 8 * total / max(links)
     progress(
         f"link {links[0] / 1e9:.1f}, {links[1] / 1e9:.1f} GB/s per direction, limit {result['limit_s'] * 1e3:.1f} ms"
     )
     progress(f"swap {result['swap_s'] * 1e3:.1f} ms, {result['swap_s'] / result['limit_s']:.3f} of the limit")
-    if device.type != "cpu":
-        memory = memory_of_a_step(device, optimizer, parameters, slice_mib)
-        progress("beyond parameters and gradients: {held_beyond_bytes} bytes held, peak {peak_bytes}".format(**memory))
-        result |= memory
-    if trace:
+    memory = memory_of_a_step(device, optimizer, parameters)
+    progress("beyond parameters and gradients: {held_beyond_bytes} bytes held, peak {peak_bytes}".format(**memory))
+    result |= memory
+    if number == NUMBERS[0]:
         result["trace"] = record_trace(device, optimizer.step)
     optimizer._pipeline = SerialPipeline(device)
-    result["serial_s"] = timed(device, optimizer.step, max(2, repeats // 3))
+    result["serial_s"] = timed(device, optimizer.step, REPEATS["serial"])
     progress(f"serial {result['serial_s'] * 1e3:.1f} ms")
     del optimizer
-    result["on_device_s"] = timed(device, torch.optim.AdamW(parameters, **OPTIONS).step, repeats)
+    result["on_device_s"] = timed(device, torch.optim.AdamW(parameters, **OPTIONS).step, REPEATS["swap"])
     progress(f"fused on device {result['on_device_s'] * 1e3:.1f} ms")
     return result
 
 
-def measure_slices(number: int, device: torch.device, repeats: int) -> dict[str, Any]:
+def measure_slices(number: int, device: torch.device) -> Row:
     """Measure the step for each slice size, with the limit of the same process."""
     parameters = make_parameters(number, device)
-    give_gradients(parameters)
-    limit = 8 * sum(p.numel() for p in parameters) / link_bandwidth(device, size=LINK_BYTES[number >= LARGE])
+    limit = 8 * sum(p.numel() for p in parameters) / link_bandwidth(device, size=LINK_BYTES)
     seconds = {}
     for slice_mib in SLICES:
-        seconds[slice_mib] = timed(device, SwapAdamW(parameters, slice_mib=slice_mib, **OPTIONS).step, repeats)
+        seconds[slice_mib] = timed(
+            device, SwapAdamW(parameters, slice_mib=slice_mib, **OPTIONS).step, REPEATS["slices"]
+        )
         progress(f"slices of {slice_mib} MiB: {seconds[slice_mib] * 1e3:.1f} ms, {seconds[slice_mib] / limit:.3f}")
     return {"slices_s": seconds, "slices_limit_s": limit}
 
 
-def measure_torchao(number: int, device: torch.device, repeats: int) -> dict[str, Any]:
+def measure_torchao(number: int, device: torch.device) -> Row:
     """Measure torchao's CPUOffloadOptimizer, which runs AdamW on the host."""
     from torchao.optim import CPUOffloadOptimizer
 
     parameters = make_parameters(number, device)
-    gradients = [torch.randn_like(p).mul_(1e-3) for p in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     optimizer = CPUOffloadOptimizer(parameters, torch.optim.AdamW, **OPTIONS)
     progress("torchao's optimizer is ready")
 
@@ -214,7 +206,7 @@ def measure_torchao(number: int, device: torch.device, repeats: int) -> dict[str
         optimizer.zero_grad()
         torch.autograd.backward(parameters, gradients)
 
-    step = timed(device, optimizer.step, repeats, prepare=backward)
+    step = timed(device, optimizer.step, REPEATS["torchao"], prepare=backward)
     progress(f"torchao {step * 1e3:.1f} ms")
     return {"torchao_s": step}
 
@@ -245,50 +237,34 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def benchmark(args: argparse.Namespace, device: torch.device) -> None:
-    rows: list[dict[str, Any]] = []
-    for number in args.parameters:
-        print(f"{number:.0e} parameters", file=sys.stderr, flush=True)
-        common = [f"--parameters={number}", f"--slice-mib={args.slice_mib}", f"--device={device}"]
-        ours = in_a_process([*common, "--measure=ours", f"--repeats={args.repeats}", *["--trace"] * (not rows)])
-        ours |= in_a_process([*common, "--measure=torchao", f"--repeats={max(2, args.repeats // 3)}"])
-        if not rows:
-            ours |= in_a_process([*common, "--measure=slices", f"--repeats={max(2, args.repeats // 2)}"])
-        rows.append(ours)
-        if args.json:  # after each size, so that an interrupted run keeps its rows
-            write_partial(Path(args.json), rows, device.type)
-    if args.json:
-        write(Path(args.json), rows, device.type)
-    print(f"{machine(device.type)}, torch {torch.__version__}, float32 parameters\n\n{table(rows)}")
-    if args.picture:
-        draw_trace(rows[0]["trace"], args.picture)
+MEASURES = {"swap": measure_swap, "torchao": measure_torchao, "slices": measure_slices}
+NUMBERS = (10**9, 4 * 10**9)
+"""Numbers of parameters. The first has a trace, and a step for each slice size."""
+
+
+def rows() -> Iterator[Row]:
+    for number in NUMBERS:
+        progress(f"{number:.0e} parameters")
+        row = in_a_process(["--measure", "swap", str(number)]) | in_a_process(["--measure", "torchao", str(number)])
+        yield row | (in_a_process(["--measure", "slices", str(number)]) if number == NUMBERS[0] else {})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", nargs=2, metavar=("JSON", "PNG"), help="draw a recorded trace")
-    parser.add_argument("--parameters", type=lambda text: [int(float(n)) for n in text.split(",")], default="1e9,4e9")
-    parser.add_argument("--slice-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", help="write the results")
+    parser = parser_of(__doc__)
     parser.add_argument("--picture", help="draw the trace of a step")
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--measure", choices=("ours", "torchao", "slices"), help="measure in this process")
-    parser.add_argument("--trace", action="store_true", help="with --measure=ours: record a step")
+    parser.add_argument("--measure", nargs=2, metavar=("WHAT", "PARAMETERS"), help="measure in this process")
     args = parser.parse_args()
-    if args.draw:
-        draw_trace(json.loads(Path(args.draw[0]).read_text())["rows"][0]["trace"], args.draw[1])
-    elif args.measure == "ours":
-        (number,) = args.parameters
-        print(json.dumps(measure_ours(number, args.device, args.slice_mib, args.repeats, args.trace)))
-    elif args.measure == "torchao":
-        (number,) = args.parameters
-        print(json.dumps(measure_torchao(number, args.device, args.repeats)))
-    elif args.measure == "slices":
-        (number,) = args.parameters
-        print(json.dumps(measure_slices(number, args.device, args.repeats)))
-    else:
-        benchmark(args, args.device)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        raise SystemExit("swap_optimizer.py needs a GPU or an NPU")
+    if args.measure:
+        what, number = args.measure
+        print(json.dumps(MEASURES[what](int(number), device)))
+        return
+    measured = store(args.json, rows(), device.type)
+    print(f"{machine(device.type)}, torch {torch.__version__}, float32 parameters\n\n{table(measured)}")
+    if args.picture:
+        draw_trace(measured[0]["trace"], args.picture)
 
 
 if __name__ == "__main__":
