@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from tests.gpu_kernels.forbidden_pages import forbidden_pages
+from tests.gpu_kernels.interpreter import forbidden_pages, quick_interpreter
 from tests.gpu_kernels.kernel_checks import DEVICE, dtype_on
-from tests.gpu_kernels.quick_interpreter import quick_interpreter
 from torchtitan_npu.gpu_kernels import launch as triton_launch
 from torchtitan_npu.gpu_kernels.indexer_kl_loss import triton as loss_triton
 from torchtitan_npu.gpu_kernels.lightning_indexer import gluon_grad as indexer_gluon_grad
@@ -62,6 +61,13 @@ def device() -> str:
 def half(device: str) -> torch.dtype:
     """Return bfloat16, or float16 in the interpreter."""
     return dtype_on(device, torch.bfloat16)
+
+
+@pytest.fixture(params=[False, True], ids=["", "in order"])
+def deterministic(request: pytest.FixtureRequest) -> bool:
+    """Run with and without deterministic algorithms, which change only the sums of the keys' gradients."""
+    torch.use_deterministic_algorithms(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.language.core import constexpr
 
 from tests.gpu_kernels import ptx
+from tests.gpu_kernels.kernel_checks import DEVICE
+from torchtitan_npu.ops.core.gpu import is_hopper
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")}
 THREADS = 128
@@ -49,7 +51,7 @@ PATIENCE = 20.0
 
 
 class Value:
-    """A scalar or block of a kernel. Unlike torch tensors, no operator works in place."""
+    """A scalar or block of a kernel. Unlike torch tensors, no operator works in address."""
 
     def __init__(self, data: Any, dtype: torch.dtype | None = None):
         self.data = torch.as_tensor(data, dtype=dtype)
@@ -147,14 +149,14 @@ def garbage(dtype: torch.dtype) -> float:
 
 
 class Memory:
-    """A shared memory descriptor. All views of an allocation share ``unfenced``, the places written since a fence.
+    """A shared memory descriptor. All views of an allocation share ``unfenced``, the addresses written since a fence.
 
-    The place of a slice is that of the memory that it is a slice of.
+    The address of a slice is that of the memory that it is a slice of.
     """
 
-    def __init__(self, data: Tensor, unfenced: set[int], place: int | None = None):
+    def __init__(self, data: Tensor, unfenced: set[int], address: int | None = None):
         self.data, self.unfenced = data, unfenced
-        self.place = data.data_ptr() if place is None else place
+        self.address = data.data_ptr() if address is None else address
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,10 +166,10 @@ class Memory:
         return Memory(self.data[int(index)], self.unfenced)
 
     def permute(self, order: tuple[int, ...]) -> Memory:
-        return Memory(self.data.permute(order), self.unfenced, self.place)
+        return Memory(self.data.permute(order), self.unfenced, self.address)
 
     def slice(self, start: int, length: int, dim: int) -> Memory:
-        return Memory(self.data.narrow(dim, start, length), self.unfenced, self.place)
+        return Memory(self.data.narrow(dim, start, length), self.unfenced, self.address)
 
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
@@ -179,11 +181,11 @@ class Memory:
         if data.shape != self.data.shape or data.dtype != self.data.dtype:
             raise TypeError(f"{data.shape} of {data.dtype} does not fit {self.data.shape} of {self.data.dtype}")
         self.data.copy_(data)
-        self.unfenced.add(self.place)
+        self.unfenced.add(self.address)
 
     def operand(self) -> Tensor:
         """Return a copy for a matrix product."""
-        if self.place in self.unfenced:
+        if self.address in self.unfenced:
             raise RuntimeError("a product reads shared memory without a fence after the last write")
         return self.data.clone()
 
@@ -213,12 +215,9 @@ class Barrier:
                 raise TimeoutError("a barrier was not reached")
 
 
-class Barriers:
-    def __init__(self, count: int, condition: threading.Condition, errors: list[BaseException]):
-        self.barriers = [Barrier(condition, errors) for _ in range(count)]
-
+class Barriers(tuple[Barrier, ...]):
     def index(self, index: Any) -> Barrier:
-        return self.barriers[int(index)]
+        return self[int(index)]
 
 
 class InFlight:
@@ -260,7 +259,7 @@ class Program:
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory | Barriers | Barrier:
         if dtype == torch.int64:
-            barriers = Barriers(shape[0], self.condition, self.errors)
+            barriers = Barriers(Barrier(self.condition, self.errors) for _ in range(shape[0]))
             return barriers if len(shape) == 2 else barriers.index(0)
         return Memory(torch.full(shape, garbage(dtype), dtype=dtype), self.unfenced)
 
@@ -308,30 +307,26 @@ class Program:
         memory.write(torch.full_like(memory.data, garbage(memory.dtype)))
         self.local.copies.append(lambda: memory.write(source.load(Value(chosen), 0)))
 
+    def finish_copies(self, then: Callable[[], None]) -> None:
+        """Finish the copies of this warp group after a while, and call ``then``."""
+        copies, self.local.copies = self.local.copies, []
+
+        def finish() -> None:
+            self.pause()
+            for copy in copies:
+                copy()
+            then()
+
+        self.copies.put(finish)
+
     def mbarrier_arrive(self, barrier: Barrier, increment_count: bool) -> None:
         assert not increment_count
-        copies, self.local.copies = self.local.copies, []
-
-        def finish() -> None:
-            self.pause()
-            for copy in copies:
-                copy()
-            barrier.arrive(THREADS)
-
-        self.copies.put(finish)
+        self.finish_copies(lambda: barrier.arrive(THREADS))
 
     def commit_group(self) -> None:
-        copies, self.local.copies = self.local.copies, []
         finished = threading.Event()
         self.local.groups.append(finished)
-
-        def finish() -> None:
-            self.pause()
-            for copy in copies:
-                copy()
-            finished.set()
-
-        self.copies.put(finish)
+        self.finish_copies(finished.set)
 
     def wait_group(self, num_outstanding: int) -> None:
         while len(self.local.groups) > num_outstanding:
@@ -348,7 +343,7 @@ class Program:
         self.pause()
         if pred:
             barrier.arrive(count)
-            self.pause()  # what the others may do now may come first
+            self.pause()  # what other groups may do now may come first
 
     def warpgroup_mma(self, left: Any, right: Memory, total: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         assert is_async
@@ -429,9 +424,9 @@ def _range(*bounds: Any) -> Iterator[Value]:
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
     """Return ``values`` as tensors. A Python number has the dtype of the tensor beside it, or else 32 bits."""
-    given = [data_of(value) for value in values]
-    dtypes = [data.dtype for data in given if isinstance(data, Tensor) and data.dtype != torch.bool]
-    return [data if isinstance(data, Tensor) else _number(data, *dtypes[:1]) for data in given]
+    data = [data_of(value) for value in values]
+    dtypes = [one.dtype for one in data if isinstance(one, Tensor) and one.dtype != torch.bool]
+    return [one if isinstance(one, Tensor) else _number(one, *dtypes[:1]) for one in data]
 
 
 def _number(value: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -468,24 +463,27 @@ def _assembly(
     return values[0].to(dtype)
 
 
-def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    offsets, chosen, data = torch.broadcast_tensors(
-        pointer.offsets, torch.as_tensor(data_of(mask)), *_tensors((value,))
-    )
+def _targets(pointer: Pointer, value: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    """Return the offsets that a store writes to, and what it writes there."""
+    chosen = torch.as_tensor(data_of(mask))
+    offsets, chosen, data = torch.broadcast_tensors(pointer.offsets, chosen, *_tensors((value,)))
     Pointer(pointer.storage, offsets).selected(Value(chosen))
+    return offsets[chosen], data[chosen]
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    offsets, data = _targets(pointer, value, mask)
     if data.dtype != pointer.storage.dtype:
         raise TypeError(f"{data.dtype} is stored in {pointer.storage.dtype}")
-    pointer.storage[offsets[chosen]] = data[chosen]
+    pointer.storage[offsets] = data
 
 
 def _atomic_add(pointer: Pointer, value: Any, mask: Any = True, *, sem: str) -> Value:
     """Add, and return what was there before."""
     assert sem == "relaxed"
-    offsets, chosen, data = torch.broadcast_tensors(
-        pointer.offsets, torch.as_tensor(data_of(mask)), *_tensors((value,))
-    )
-    before = pointer.storage[Pointer(pointer.storage, offsets).selected(Value(chosen))].clone()
-    pointer.storage.index_put_((offsets[chosen],), data[chosen], accumulate=True)
+    before = pointer.load(Value(torch.as_tensor(data_of(mask)).expand(pointer.offsets.shape)))
+    offsets, data = _targets(pointer, value, mask)
+    pointer.storage.index_put_((offsets,), data, accumulate=True)
     return Value(before)
 
 
@@ -497,12 +495,12 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
-            given = [_flat(value) if isinstance(value, Tensor) else value for value in arguments]
-            on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in given]
+            passed = [_flat(value) if isinstance(value, Tensor) else value for value in arguments]
+            on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in passed]
             for program in range(grid[0]):
                 names = _names(self.module, Program(program, grid[0], self.seed + program).names())
                 names[self.name](*map(_argument, on_cpu), **constants)
-            for value, result in zip(given, on_cpu, strict=True):
+            for value, result in zip(passed, on_cpu, strict=True):
                 if isinstance(value, Tensor) and value is not result:
                     value.copy_(result)
 
@@ -536,10 +534,10 @@ def _names(module: ModuleType, of_program: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -> Callable[..., Any]:
+def simulated(module: ModuleType, function: str, seed: int = 0, **replaced: Any) -> Callable[..., Any]:
     """Return ``function`` of a copy of ``module``, which launches Gluon kernels, with these kernels run in Python.
 
-    ``others`` replace names of the copy: imported functions that launch kernels of another module, or constants.
+    ``replaced`` are names of the copy: imported functions that launch kernels of another module, or constants.
     """
     spec = module.__spec__
     assert spec is not None and spec.loader is not None
@@ -549,8 +547,14 @@ def simulated(module: ModuleType, function: str, seed: int = 0, **others: Any) -
         if isinstance(value, GluonJITFunction):
             of_kernel = module if value.fn.__module__ == module.__name__ else sys.modules[value.fn.__module__]
             setattr(copy, name, Kernel(of_kernel, name, seed))
-    vars(copy).update(others)
+    vars(copy).update(replaced)
     return getattr(copy, function)
+
+
+def on_hopper(module: ModuleType, function: str, **replaced: Any) -> Callable[..., Any]:
+    """Return a function of ``module`` if there is a Hopper GPU, or else its simulation."""
+    has_gpu = is_hopper(torch.empty(0, device=DEVICE))
+    return getattr(module, function) if has_gpu else simulated(module, function, **replaced)
 
 
 def find_fault(run: Callable[[int], str], expected: str) -> None:
@@ -568,12 +572,15 @@ def find_fault(run: Callable[[int], str], expected: str) -> None:
     pytest.fail(f"not detected; at last: {found}")
 
 
-def module_of(source: str, folder: Path) -> ModuleType:
-    """Return ``source`` as a module, whose file is written to ``folder``."""
+def with_fault(module: ModuleType, before: str, after: str, folder: Path) -> ModuleType:
+    """Return a copy of ``module`` with ``after`` instead of ``before`` in its source, whose file is in ``folder``."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(before) == 1
     file = folder / "changed_kernel.py"
-    file.write_text(source)
+    file.write_text(source.replace(before, after))
     spec = importlib.util.spec_from_file_location("changed_kernel", file)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return changed

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests._helpers.sparse_oracle import Documents, documents
+from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents, documents
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,8 +25,19 @@ HALF_TYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.flo
 """The half-precision types that the kernels compute here."""
 
 
+def docs_of(
+    layout: str,
+    sizes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    causal: bool = True,
+    arranged: str = "contiguous",
+) -> Documents:
+    """Return documents with ``sizes`` of queries and keys, the same ones in every run."""
+    return Documents(layout, sizes, causal, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
+
+
 def kernel_documents(causal: bool | None = None, uneven: bool = True) -> st.SearchStrategy[Documents]:
-    """Draw ``documents`` with float32 in place of float64, for which the reference runs."""
+    """Draw ``documents`` with float32 instead of float64, for which the reference runs."""
 
     def in_kernel_dtype(docs: Documents) -> Documents:
         dtype = torch.float32 if docs.dtype == torch.float64 else dtype_on(DEVICE, docs.dtype)

@@ -43,12 +43,12 @@ def run(assembly: str, constraints: str, values: list[Tensor], pack: int) -> Ten
         operands += _numbers_of_threads(block)
     names = constraints.split(",")
     assert len(names) == len(operands) and outputs == pack
-    for place, name in enumerate(names):
+    for number, name in enumerate(names):
         if name.isdigit():  # an input in the register of an output
-            operands[int(name)] = operands[place]
-    registers = {f"${place}": value for place, value in enumerate(operands) if not names[place].isdigit()}
+            operands[int(name)] = operands[number]
+    registers = {f"${number}": value for number, value in enumerate(operands) if not names[number].isdigit()}
     _execute(assembly, registers)
-    return _block([registers[f"${place}"] for place in range(outputs)], blocks[0].shape)
+    return _block([registers[f"${number}"] for number in range(outputs)], blocks[0].shape)
 
 
 def _numbers_of_threads(block: Tensor) -> list[Tensor]:

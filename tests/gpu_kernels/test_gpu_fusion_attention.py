@@ -146,13 +146,10 @@ def test_agrees_with_scaled_dot_product_attention(
     bsz, seqlen, heads, key_heads, size = case["shape"]
     layout, causal, ends = case.get("layout", "BSND"), case.get("causal", True), case.get("ends")
     torch.manual_seed(0)
-    sizes = (
-        (heads, case.get("queries", seqlen), size),
-        (key_heads, seqlen, size),
-        (key_heads, seqlen, case.get("value", size)),
-    )
+    queries, value = case.get("queries", seqlen), case.get("value", size)
+    sizes = ((heads, queries, size), (key_heads, seqlen, size), (key_heads, seqlen, value))
     tensors = [torch.randn(bsz, rows, n, d, device=device).bfloat16() for n, rows, d in sizes]
-    dy = torch.randn(bsz, sizes[0][1], heads, sizes[2][2], device=device).bfloat16()
+    dy = torch.randn(bsz, queries, heads, value, device=device).bfloat16()
 
     def expected(dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
@@ -183,14 +180,9 @@ def test_agrees_with_scaled_dot_product_attention(
     monkeypatch.setattr(core_gpu, "choose", flash_attention_runs)
     output = gpu.npu_fusion_attention(*leaves, heads, "TND" if ends else layout, **options)[0]
     grads = torch.autograd.grad(output, leaves, laid_out(dy))
-    for what, ours, theirs, exact in zip(
-        ("output", "dq", "dk", "dv"),
-        (output.detach(), *grads),
-        expected(torch.bfloat16),
-        expected(torch.float64),
-        strict=True,
-    ):
-        assert_no_further(what, ours, laid_out(theirs), laid_out(exact))
+    results = zip((output.detach(), *grads), expected(torch.bfloat16), expected(torch.float64), strict=True)
+    for what, (result, eager, exact) in zip(("output", "dq", "dk", "dv"), results, strict=True):
+        assert_no_further(what, result, laid_out(eager), laid_out(exact))
 
 
 def test_other_calls_run_the_reference(device: str) -> None:
@@ -198,5 +190,5 @@ def test_other_calls_run_the_reference(device: str) -> None:
     options = dict.fromkeys(("atten_mask", "actual_seq_qlen", "actual_seq_kvlen"))
     options |= {"head_num": 2, "sparse_mode": 0, "softmax_layout": "", "pre_tockens": 9, "next_tockens": 9}
     arguments = {"query": query, "key": key, "value": value, "input_layout": "BSND", "scale": 0.25, **options}
-    ours, theirs = OPS["npu_fusion_attention"].cuda(**arguments), reference.npu_fusion_attention(**arguments)
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])
+    got, expected = OPS["npu_fusion_attention"].cuda(**arguments), reference.npu_fusion_attention(**arguments)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[2], expected[2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents, Loss, Scores, dense_mask
-from tests.gpu_kernels.kernel_checks import DEVICE, dtype_on, kernel_documents
+from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, dense_mask
+from tests.gpu_kernels.kernel_checks import DEVICE, docs_of, dtype_on, kernel_documents
 from torchtitan_npu.ops import OPS
 
 GRADIENT: Any = OPS["npu_lightning_indexer_grad"]
@@ -22,28 +22,13 @@ SCALE = 0.4
 LEARNS = ("query_index", "key_index", "weights")
 
 
-@pytest.fixture(params=[False, True], ids=["atomic", "in order"])
-def in_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Run with and without deterministic algorithms; with them, in chunks of three or six rows."""
-    monkeypatch.setattr("torchtitan_npu.gpu_kernels.lightning_indexer.triton_grad.WORKSPACE", 8040)
-    torch.use_deterministic_algorithms(request.param)
-    yield request.param
-    torch.use_deterministic_algorithms(False)
-
-
 def of_key(name: str) -> bool:
     return name.startswith("key")
 
 
-def three(dtype: torch.dtype, layout: str = "TND") -> Documents:
-    """One document has more keys than a tile."""
-    return Documents(layout, [(3, 70), (0, 2), (4, 3)], True, dtype, torch.Generator().manual_seed(0))
-
-
 def arranged(how: str, queries: int = 3, keys: int = 5) -> Documents:
     """A batch of strided tensors."""
-    generator = torch.Generator().manual_seed(0)
-    return Documents("BSND", [(queries, keys)] * 2, True, torch.float32, generator, ARRANGEMENTS[how])
+    return docs_of("BSND", [(queries, keys)] * 2, torch.float32, arranged=how)
 
 
 def on_device(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +56,14 @@ def check_gradients(docs: Documents, scores: list[Scores], d_scores: list[tuple[
     ids=str,
 )
 def test_gradients_agree_with_the_oracle(
-    layout: str, heads: tuple[int, int], dtype: torch.dtype, in_order: bool
+    layout: str, heads: tuple[int, int], dtype: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docs = three(dtype, layout)
+    """In order, in chunks of three or six rows. One document has more keys than a tile."""
+    monkeypatch.setattr("torchtitan_npu.gpu_kernels.lightning_indexer.triton_grad.WORKSPACE", 8040)
+    docs = docs_of(layout, [(3, 70), (0, 2), (4, 3)], dtype)
     indices = docs.select(67, heads[1], docs.visible())
     call, grads = check_gradients_of_scores(GRADIENT.cuda, docs, heads, 20, indices)
-    if in_order:
+    if deterministic:
         assert all(map(torch.equal, grads, GRADIENT.cuda(**call)))
 
 
@@ -84,11 +71,8 @@ def check_gradients_of_scores(
     run: Callable[..., Any], docs: Documents, heads: tuple[int, int], size: int, indices: list[Tensor]
 ) -> tuple[dict[str, Any], Any]:
     """Check ``run`` on random inputs and gradients of the selected scores. Return its arguments and results."""
-    query, key, weights = (
-        docs.random(False, heads[0], size),
-        docs.random(True, heads[1], size),
-        docs.random(False, heads[0]),
-    )
+    query, key = docs.random(False, heads[0], size), docs.random(True, heads[1], size)
+    weights = docs.random(False, heads[0])
     dy = [torch.randn(chosen.shape, generator=docs.generator).to(docs.dtype) for chosen in indices]
     call: dict[str, Any] = {"query": query, "key": key, "weights": weights, "dy": dy}
     call = {name: docs.lay_out(part) for name, part in call.items()} | {"sparse_indices": docs.lay_out(indices, -1)}
@@ -200,9 +184,9 @@ def check_loss(
     assert_within("loss", loss.cpu(), total, total_budget + len(docs.sizes) * u * total.abs())
 
 
-def test_places_without_a_key_are_ignored() -> None:
+def test_entries_without_a_key_are_ignored() -> None:
     """-1 between keys, and keys that the row may not attend to, are ignored, and so are rows without keys."""
-    docs = Documents("BSND", [(4, 6)], True, torch.float32, torch.Generator().manual_seed(0))
+    docs = docs_of("BSND", [(4, 6)], torch.float32)
     parts, _ = make(docs, 2, 3, 2)
     clean = torch.tensor([[2, 1, -1, -1], [3, -1, -1, -1], [-1, -1, -1, -1], [4, 1, 3, -1]], dtype=torch.int32)
     spread = torch.tensor([[-1, 2, 5, 1], [-1, 3, -1, 4], [-1, -1, 5, -1], [4, 1, -1, 3]], dtype=torch.int32)
@@ -216,9 +200,3 @@ def test_places_without_a_key_are_ignored() -> None:
     for one, other in zip(got, expected, strict=True):
         assert not one.isnan().any()
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums in another order
-
-
-def test_float64_uses_the_reference() -> None:
-    docs = Documents("BSND", [(4, 7)], True, torch.float64, torch.Generator().manual_seed(0))
-    call = arguments(docs, *make(docs, 3, 3, 2))
-    assert all(map(torch.equal, LOSS.cuda(**call), LOSS.reference(**call)))

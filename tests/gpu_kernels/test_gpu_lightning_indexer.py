@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests._helpers.error_budget import assert_within, rounding_budget
-from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents, Scores
-from tests.gpu_kernels.kernel_checks import DEVICE, kernel_documents
+from tests._helpers.sparse_oracle import Documents, Scores
+from tests.gpu_kernels.kernel_checks import DEVICE, docs_of, kernel_documents
 from torchtitan_npu.ops import OPS
 
 INDEXER: Any = OPS["npu_lightning_indexer"]
@@ -49,13 +49,13 @@ def check(docs: Documents, parts: list[list[Tensor]], top_k: int, run: Any = IND
         assert (chosen[..., 1:] > chosen[..., :-1])[held.expand_as(chosen)[..., 1:]].all()
         if not len(k):
             continue
-        places = chosen.clamp_min(0).long()
-        expected, budget = (t.gather(-1, places) for t in (oracle.scores, oracle.budget))
+        entries = chosen.clamp_min(0).long()
+        expected, budget = (t.gather(-1, entries) for t in (oracle.scores, oracle.budget))
         held = held.expand_as(chosen)
         exact, rounded = (t.masked_fill(~held, 0) for t in (expected, budget + rounding_budget(expected, docs.dtype)))
         assert_within("scores", scores.masked_fill(~held, 0), exact, rounded)
         left = visible[:, None].expand_as(oracle.scores).clone()
-        left &= ~torch.zeros_like(left, dtype=torch.int).scatter_add_(-1, places, held.int()).bool()
+        left &= ~torch.zeros_like(left, dtype=torch.int).scatter_add_(-1, entries, held.int()).bool()
         worst = (expected + budget).masked_fill(~held, torch.inf).amin(-1)
         assert (worst >= (oracle.scores - oracle.budget).masked_fill(~left, -torch.inf).amax(-1)).all()
 
@@ -81,32 +81,30 @@ def test_chunk_sizes_do_not_affect_the_result(layout: str, monkeypatch: pytest.M
     monkeypatch.setattr("torchtitan_npu.gpu_kernels.lightning_indexer.triton.SPAN", 32)
     monkeypatch.setattr("torchtitan_npu.gpu_kernels.lightning_indexer.triton_top_k.SEGMENT", 16)
     sizes = [(4, 3), (1, 40), (0, 2), (1, 0), (1, 35)]
-    docs = Documents(layout, sizes, True, torch.float32, torch.Generator().manual_seed(0), ARRANGEMENTS["strided"])
+    docs = docs_of(layout, sizes, torch.float32, arranged="strided")
     check(docs, parts_of(docs, (2, 1), 20), 5)
 
 
 def test_chunks_of_causal_sequences_without_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is searched up to the last key that its chunk of 16 rows sees: in the first chunk 17, one more than 16."""
     monkeypatch.setattr("torchtitan_npu.gpu_kernels.lightning_indexer.triton.WORKSPACE", 0)
-    docs = Documents("BSND", [(20, 21)] * 2, True, torch.float32, torch.Generator().manual_seed(0))
+    docs = docs_of("BSND", [(20, 21)] * 2, torch.float32)
     check(docs, parts_of(docs, (1, 1), 5), 16)
 
 
 def test_sizes_of_deepseek_v32(half: torch.dtype) -> None:
-    docs = Documents("BSND", [(3, 133)] * 2, True, half, torch.Generator().manual_seed(0))
+    docs = docs_of("BSND", [(3, 133)] * 2, half)
     check(docs, parts_of(docs, (64, 1), 128), 64)
 
 
-def test_nan_is_selected() -> None:
+def check_nan(docs: Documents, heads: tuple[int, int], size: int, run: Any = INDEXER.cuda) -> None:
     """A NaN key has a NaN score and is selected first, as torch sorts it, so that it is noticed."""
-    docs = Documents("BSND", [(1, 6)], False, torch.float32, torch.Generator().manual_seed(0))
-    parts = parts_of(docs, (2, 1), 3)
-    parts[1][0][4] = torch.nan
-    indices, values = (tensor.flatten().cpu() for tensor in INDEXER.cuda(**arguments(docs, parts, 2)))
-    assert 4 in indices.tolist() and values[indices == 4].isnan().all() and values.isnan().sum() == 1
+    parts = parts_of(docs, heads, size)
+    key = len(parts[1][0]) - 2
+    parts[1][0][key] = torch.nan
+    indices, values = (tensor.flatten().cpu() for tensor in run(**arguments(docs, parts, 2)))
+    assert key in indices.tolist() and values[indices == key].isnan().all() and values.isnan().sum() == 1
 
 
-def test_float64_uses_the_reference() -> None:
-    docs = Documents("BSND", [(4, 7)], True, torch.float64, torch.Generator().manual_seed(0))
-    call = arguments(docs, parts_of(docs, (2, 1), 3), 3)
-    assert all(map(torch.equal, INDEXER.cuda(**call), INDEXER.reference(**call)))
+def test_nan_is_selected() -> None:
+    check_nan(docs_of("BSND", [(1, 6)], torch.float32, causal=False), (2, 1), 3)

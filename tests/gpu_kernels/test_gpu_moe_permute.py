@@ -38,7 +38,7 @@ def check(
     probs_dtype: torch.dtype,
     kind: str = "contiguous",
 ) -> None:
-    """Check all operators on tokens of ``dtype`` with experts ``indices`` (tokens, top_k), keeping ``rows`` rows."""
+    """Check all operators on tokens of ``dtype`` with experts ``indices`` (tokens, top_k), for ``rows`` rows."""
     tokens, top_k = indices.shape
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -47,14 +47,14 @@ def check(
     x, probs, grad = random(tokens, hidden), random(tokens, top_k, dtype=probs_dtype), random(tokens, hidden)
     indices = indices.to(device)
     permute = {"tokens": x, "indices": indices, "num_out_tokens": rows, "padded_mode": False}
-    permuted, places = run("npu_moe_token_permute", **permute)
-    expected, expected_places = run("npu_moe_token_permute", True, **permute)
+    permuted, positions = run("npu_moe_token_permute", **permute)
+    expected, expected_positions = run("npu_moe_token_permute", True, **permute)
     assert torch.equal(permuted.double(), expected) and permuted.is_contiguous() and permuted.dtype == dtype
-    assert torch.equal(places, expected_places) and places.dtype == torch.int32
+    assert torch.equal(positions, expected_positions) and positions.dtype == torch.int32
 
     u = unit_roundoff(torch.float64 if torch.float64 in (dtype, probs_dtype) else torch.float32)
     given_rows = random(*permuted.shape)
-    back = {"sorted_indices": places, "padded_mode": False}
+    back = {"sorted_indices": positions, "padded_mode": False}
     sums = {"num_topK": top_k, "tokens_size_0": tokens, "tokens_dtype": dtype, "grad_permuted_tokens": given_rows}
     whole = run("npu_moe_token_permute_grad_v2", True, **sums, **back)
     magnitude = run("npu_moe_token_permute_grad_v2", True, **sums | {"grad_permuted_tokens": given_rows.abs()}, **back)
@@ -94,7 +94,7 @@ def test_agrees_with_the_reference_in_float64(device: str, route: tuple[Any, ...
 
 
 @pytest.mark.parametrize(("top_k", "hidden"), [(8, 1100), (11, 8200)])
-def test_many_choices_and_wide_rows(device: str, top_k: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_experts_and_wide_rows(device: str, top_k: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Top-k of the unrolling, and one that is no multiple; rows of several blocks; slots of several programs."""
     monkeypatch.setattr(kernels, "SLOTS", 4)
     torch.manual_seed(0)
@@ -103,28 +103,19 @@ def test_many_choices_and_wide_rows(device: str, top_k: int, hidden: int, monkey
 
 @pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(3, 2, 0), (0, 2, 5), (3, 0, 5)])
 def test_nothing_to_copy(device: str, tokens: int, top_k: int, hidden: int) -> None:
-    """No features, no tokens, no choices. In deterministic mode torch fills unwritten memory with NaN."""
+    """No features, no tokens, no experts. In deterministic mode torch fills unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True)
-    try:
-        check(device, torch.zeros(tokens, top_k, dtype=torch.int64), hidden, None, torch.float16, torch.float32)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    check(device, torch.zeros(tokens, top_k, dtype=torch.int64), hidden, None, torch.float16, torch.float32)
 
 
 def test_without_probs(device: str) -> None:
     """Each token has one slot: rows in the order of the tokens, and the gradient."""
-    places = torch.tensor(places_of([3, 1, 1, 0, 2]), dtype=torch.int32, device=device)
+    positions = torch.tensor(places_of([3, 1, 1, 0, 2]), dtype=torch.int32, device=device)
     rows = torch.randn(4, 9, device=device).half()  # the last slot was dropped
-    out = run("npu_moe_token_unpermute", permuted_tokens=rows, sorted_indices=places, probs=None)
-    expected = torch.cat((rows, rows.new_zeros(1, 9)))[places.long()]
+    out = run("npu_moe_token_unpermute", permuted_tokens=rows, sorted_indices=positions, probs=None)
+    expected = torch.cat((rows, rows.new_zeros(1, 9)))[positions.long()]
     assert torch.equal(out, expected)
-    grad, none = run(
-        "npu_moe_token_unpermute_grad_v2",
-        grad_unpermuted_tokens=expected,
-        sorted_indices=places,
-        permuted_tokens_size_0=4,
-        permuted_tokens_dtype=torch.float32,
-        probs=None,
-        permuted_tokens=None,
-    )
+    sizes = {"permuted_tokens_size_0": 4, "permuted_tokens_dtype": torch.float32}
+    gradient = {"grad_unpermuted_tokens": expected, "sorted_indices": positions, **sizes}
+    grad, none = run("npu_moe_token_unpermute_grad_v2", probs=None, permuted_tokens=None, **gradient)
     assert torch.equal(grad, rows.float()) and none is None

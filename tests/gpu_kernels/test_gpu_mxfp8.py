@@ -33,8 +33,8 @@ def test_quantization(device: str, shape: tuple[int, ...], axis: int, dst_type: 
 @both_elements
 def test_every_16_bit_magnitude(device: str, dst_type: int, scale_alg: int) -> None:
     """Each value of the dtype is the largest of a block; in the interpreter, every 16th."""
-    places = torch.arange(0, 2**15, 16 if device == "cpu" else 1, dtype=torch.int32)
-    largest = on(device, places.to(torch.int16)).view(torch.float16)
+    bits = torch.arange(0, 2**15, 16 if device == "cpu" else 1, dtype=torch.int32)
+    largest = on(device, bits.to(torch.int16)).view(torch.float16)
     blocks = torch.zeros(len(largest), 32, dtype=torch.float16, device=device)
     blocks[:, 0], blocks[:, 1] = largest, -largest / 3
     options = {"axis": -1, "dst_type": dst_type, "scale_alg": scale_alg, "max_low_bound": 0.0}

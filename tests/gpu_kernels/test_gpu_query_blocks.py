@@ -35,9 +35,9 @@ def test_lists_of_keys(queries: int, block: int, monkeypatch: pytest.MonkeyPatch
         keys = sorted(set().union(*of_block))
         bits = [sum((key in of_row) << row for row, of_row in enumerate(of_block)) for key in keys]
         at = start // queries
-        rest = selection.keys.shape[-1] - len(keys)
-        assert selection.keys[at, 0].tolist() == keys + [-1] * rest
-        assert selection.chosen[at].view(torch.uint8).tolist() == bits + [0] * rest
+        unused = selection.keys.shape[-1] - len(keys)
+        assert selection.keys[at, 0].tolist() == keys + [-1] * unused
+        assert selection.chosen[at].view(torch.uint8).tolist() == bits + [0] * unused
         assert selection.counts[:, at].tolist() == [len(keys)] * 2
         assert selection.active[at] == sum(bool(of_row) << row for row, of_row in enumerate(of_block))
         assert (selection.rows.first[at], selection.rows.visible[at]) == (0, KEYS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests._helpers.sparse_attention_check import assert_agrees
-from tests._helpers.sparse_oracle import ARRANGEMENTS, Documents
+from tests.gpu_kernels.kernel_checks import docs_of
 from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton as forward
 from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton_grad as gradient
 from torchtitan_npu.gpu_kernels.sparse_flash_attention import triton_segments as segments
@@ -31,20 +30,8 @@ CASES = {
 @pytest.mark.parametrize("sizes", [[(1, 3)] * 2, [(3, 3)] * 2], ids=["one token each", "several"])
 def test_strided_batches(gpu: Any, device: str, half: torch.dtype, sizes: list[tuple[int, int]]) -> None:
     """The sequences of a batch are not contiguous."""
-    docs = documents("BSND", sizes, True, half, "tokens first")
+    docs = docs_of("BSND", sizes, half, arranged="tokens first")
     assert_agrees(gpu, docs, (4, 1), 3, True, False, device, rounds=True)
-
-
-def documents(layout: str, sizes: list[tuple[int, int]], causal: bool, dtype: torch.dtype, arranged: str) -> Documents:
-    return Documents(layout, sizes, causal, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
-
-
-@pytest.fixture(params=[False, True], ids=["", "in order"])
-def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Run with and without deterministic algorithms, which change only the sums of the keys' gradients."""
-    torch.use_deterministic_algorithms(request.param)
-    yield request.param
-    torch.use_deterministic_algorithms(False)
 
 
 slow = pytest.mark.slow
@@ -80,17 +67,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_agrees_with_the_oracle(gpu: Any, device: str, half: torch.dtype, case: str, deterministic: bool) -> None:
     layout, sizes, causal, heads, top_k, rope, value = CASES[case]
     dtype, arranged = (torch.float32, "transposed") if deterministic else (half, "head by head")
-    docs = documents(layout, sizes, causal, dtype, arranged)
+    docs = docs_of(layout, sizes, dtype, causal, arranged)
     assert_agrees(gpu, docs, heads, top_k, rope, bool(value), device, rounds=True)
 
 
 def test_default_blocks_and_large_selections(
     gpu: Any, device: str, half: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Default blocks, more rows per key and more places than a program takes, and a rope wider than the rest."""
+    """Default blocks, more rows per key and more entries than a program takes, and a rope wider than the features."""
     monkeypatch.setattr(segments, "AT_ONCE", 2)
     monkeypatch.setattr(segments, "ENTRIES", 16)
-    docs = documents("BSND", [(3, 9)] * 2, True, half, "contiguous")
+    docs = docs_of("BSND", [(3, 9)] * 2, half)
     assert_agrees(gpu, docs, (4, 1), 5, True, False, device, rounds=True, size=3, rope=20)
 
 
@@ -107,7 +94,7 @@ def test_feature_sizes_of_models(
     deterministic: bool,
 ) -> None:
     """Several blocks of columns in every kernel, with a partial last one; and DeepSeek-V3's sizes."""
-    docs = documents("BSND", [(2, 5)], True, half, "contiguous")
+    docs = docs_of("BSND", [(2, 5)], half)
     assert_agrees(
         gpu, docs, heads, 4, True, value, device, rounds=True, size=size, rope=rope, scale=(size + rope) ** -0.5
     )
@@ -117,7 +104,7 @@ def test_feature_sizes_of_models(
 @pytest.mark.usefixtures("small_pieces")
 def test_exponentials_far_apart(gpu: Any, device: str, half: torch.dtype, deterministic: bool) -> None:
     """The highest scores of a row's blocks differ by hundreds, so that their exponentials need different origins."""
-    docs = documents("BSND", [(2, 80)], False, torch.float32 if deterministic else half, "contiguous")
+    docs = docs_of("BSND", [(2, 80)], torch.float32 if deterministic else half, causal=False)
     assert_agrees(gpu, docs, (3, 1), 75, True, False, device, rounds=True, scale=50.0)
 
 
@@ -170,7 +157,7 @@ def test_exponents_at_the_border_of_two_origins(gpu: Any, device: str, border: f
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("scale", [0.3, -200.0], ids=["", "far below 0"])
-def test_places_without_a_key_are_ignored(gpu: Any, device: str, scale: float, deterministic: bool) -> None:
+def test_entries_without_a_key_are_ignored(gpu: Any, device: str, scale: float, deterministic: bool) -> None:
     """-1 may be anywhere: 40 of them before the first key, and some between keys. In deterministic mode torch fills
     unwritten memory with NaN."""
     generator = torch.Generator().manual_seed(0)

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
 from tests._helpers.sparse_attention_check import assert_agrees
-from tests._helpers.sparse_oracle import ARRANGEMENTS, Attention, Documents
+from tests._helpers.sparse_oracle import Attention
 from tests.gpu_kernels import gluon_simulator
-from tests.gpu_kernels.gluon_simulator import find_fault, module_of, simulated
-from tests.gpu_kernels.kernel_checks import DEVICE
-from torchtitan_npu.gpu_kernels.registry import KERNELS
+from tests.gpu_kernels.gluon_simulator import find_fault, on_hopper, simulated, with_fault
+from tests.gpu_kernels.kernel_checks import DEVICE, docs_of
 from torchtitan_npu.gpu_kernels.sparse_flash_attention import gluon
 from torchtitan_npu.ops import OPS, define
-from torchtitan_npu.ops.core.gpu import is_hopper
 from torchtitan_npu.ops.sparse_flash_attention import reference
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +35,7 @@ CASES = {
     "packed documents, one without queries": ("TND", [(2, 70), (0, 2), (2, 7)], True, (128, 1), 150, "head by head"),
     "rows that see no key": ("TND", [(3, 2), (1, 2)], True, (16, 1), 4, "contiguous"),
     "two key heads, heads that do not fill a tile": ("BSND", [(2, 66)], False, (144, 2), 65, "tokens first"),
-    "more places than keys": ("BSND", [(2, 3)], False, (32, 1), 300, "strided"),
+    "more entries than keys": ("BSND", [(2, 3)], False, (32, 1), 300, "strided"),
     "five blocks": ("BSND", [(1, 300)], False, (64, 1), 320, "contiguous"),
     "two queries in a tile, rows that see no key": ("TND", [(5, 2), (3, 150)], True, (32, 1), 150, "contiguous"),
     "four queries in a tile, of two documents": ("TND", [(3, 70), (5, 40)], True, (16, 1), 48, "contiguous"),
@@ -50,15 +48,10 @@ CASES = {
 @pytest.fixture(scope="module")
 def hopper() -> Any:
     """Return a namespace of operators in which the forward pass is the Gluon kernel."""
-    has_gpu = is_hopper(torch.empty(0, device=DEVICE))
-    run = gluon.npu_sparse_flash_attention if has_gpu else simulated(gluon, "npu_sparse_flash_attention")
+    run = on_hopper(gluon, "npu_sparse_flash_attention")
     forward, grad = (OPS[f"npu_sparse_flash_attention{suffix}"] for suffix in ("", "_grad"))
     define("hopper_kernels", [dataclasses.replace(forward, reference=run), grad])
     return torch.ops.hopper_kernels
-
-
-def documents(layout: str, sizes: list[tuple[int, int]], causal: bool, dtype: torch.dtype, arranged: str) -> Documents:
-    return Documents(layout, sizes, causal, dtype, torch.Generator().manual_seed(0), ARRANGEMENTS[arranged])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,14 +60,14 @@ def test_agrees_with_the_oracle(hopper: Any, case: str, dtype: torch.dtype, monk
     if dtype == torch.bfloat16:  # as in the simulator: several tiles per program
         monkeypatch.setattr(gluon, "multiprocessors", lambda _: 3)
     layout, sizes, causal, heads, top_k, arranged = CASES[case]
-    docs = documents(layout, sizes, causal, dtype, arranged)
+    docs = docs_of(layout, sizes, dtype, causal, arranged)
     assert_agrees(hopper, docs, heads, top_k, True, False, DEVICE, rounds=True, size=512, rope=64, scale=SCALE)
 
 
 @pytest.mark.parametrize("scale", [3.0, -3.0])
 def test_exponentials_far_apart(hopper: Any, scale: float) -> None:
     """The highest scores of a row's blocks differ by hundreds, so that the origin moves in both consumers."""
-    docs = documents("BSND", [(2, 260)], False, torch.bfloat16, "contiguous")
+    docs = docs_of("BSND", [(2, 260)], torch.bfloat16, causal=False)
     assert_agrees(hopper, docs, (64, 1), 260, True, False, DEVICE, rounds=True, size=512, rope=64, scale=scale)
 
 
@@ -87,29 +80,22 @@ def inputs(rows: int, keys: int, heads: int = 64) -> dict[str, Any]:
 
     indices = torch.arange(keys, dtype=torch.int32, device=DEVICE).expand(1, rows, 1, keys).contiguous()
     return {
-        "query": random(rows, heads, 512),
-        "key": random(keys, 1, 512),
-        "value": None,
-        "sparse_indices": indices,
-        "scale_value": SCALE,
-        "query_rope": random(rows, heads, 64),
-        "key_rope": random(keys, 1, 64),
-        "sparse_mode": 0,
-        "attention_mode": 2,
-        "return_softmax_lse": True,
+        **{"query": random(rows, heads, 512), "key": random(keys, 1, 512), "value": None, "sparse_indices": indices},
+        **{"query_rope": random(rows, heads, 64), "key_rope": random(keys, 1, 64), "scale_value": SCALE},
+        **{"sparse_mode": 0, "attention_mode": 2, "return_softmax_lse": True},
     }
 
 
-def test_places_without_a_key_are_ignored(hopper: Any) -> None:
-    """-1 may be anywhere: in the first block, between keys, and in all places of a block."""
-    given = inputs(2, 60)
+def test_entries_without_a_key_are_ignored(hopper: Any) -> None:
+    """-1 may be anywhere: in the first block, between keys, and in all entries of a block."""
+    call = inputs(2, 60)
     spread = torch.full((1, 2, 1, 300), -1, dtype=torch.int32, device=DEVICE)
-    spread[..., 5:35], spread[..., 200:230] = given["sparse_indices"][..., :30], given["sparse_indices"][..., 30:]
-    results = hopper.npu_sparse_flash_attention(**given | {"sparse_indices": spread})
-    query, key = (torch.cat([given[name], given[f"{name}_rope"]], -1)[0].cpu() for name in ("query", "key"))
+    spread[..., 5:35], spread[..., 200:230] = call["sparse_indices"][..., :30], call["sparse_indices"][..., 30:]
+    results = hopper.npu_sparse_flash_attention(**call | {"sparse_indices": spread})
+    query, key = (torch.cat([call[name], call[f"{name}_rope"]], -1)[0].cpu() for name in ("query", "key"))
     u, rounded = unit_roundoff(torch.float32), unit_roundoff(torch.bfloat16)
     oracle = Attention(query, key, torch.ones(2, 1, 60, dtype=torch.bool), SCALE, u, rounded)
-    expected, budget = oracle.output(given["key"][0].cpu())
+    expected, budget = oracle.output(call["key"][0].cpu())
     out, maximum, total = (result[0].cpu() for result in results)
     assert_within("out", out, expected, budget + rounding_budget(expected, torch.bfloat16))
     assert_within("max", maximum.transpose(0, 1), oracle.max, oracle.max_error)
@@ -117,24 +103,24 @@ def test_places_without_a_key_are_ignored(hopper: Any) -> None:
 
 
 def test_equal_values_average_to_themselves(hopper: Any) -> None:
-    given = inputs(1, 100)
-    given["key"] = given["key"][:, :1].expand(1, 100, 1, 512).contiguous()
-    out, _, _ = hopper.npu_sparse_flash_attention(**given)
-    assert torch.equal(out, given["key"][:, :1].expand_as(out))
+    call = inputs(1, 100)
+    call["key"] = call["key"][:, :1].expand(1, 100, 1, 512).contiguous()
+    out, _, _ = hopper.npu_sparse_flash_attention(**call)
+    assert torch.equal(out, call["key"][:, :1].expand_as(out))
 
 
 @pytest.mark.parametrize("heads", [64, 16], ids=["", "two queries in a tile"])
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 def test_numbers_that_are_not_finite(hopper: Any, number: float, heads: int) -> None:
     """The row and the heads that the reference makes NaN are NaN, and no others."""
-    given = inputs(2, 100, heads)
-    given["query"][0, 0, 3, 5] = number
-    given["key_rope"][0, 70, 0, 1] = number
-    given["sparse_indices"][0, 1, 0, 70] = 99  # the second row does not select that key
-    given["sparse_indices"][0, 1, 0, 99] = -1
-    out, highest, total = hopper.npu_sparse_flash_attention(**given)
-    in_full = {name: value.float() if name != "sparse_indices" and isinstance(value, Tensor) else value
-               for name, value in given.items()}  # fmt: skip
+    call = inputs(2, 100, heads)
+    call["query"][0, 0, 3, 5] = number
+    call["key_rope"][0, 70, 0, 1] = number
+    call["sparse_indices"][0, 1, 0, 70] = 99  # the second row does not select that key
+    call["sparse_indices"][0, 1, 0, 99] = -1
+    out, highest, total = hopper.npu_sparse_flash_attention(**call)
+    floats = ("query", "key", "query_rope", "key_rope")
+    in_full = call | {name: call[name].float() for name in floats}
     defaults = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
     expected, _, sums = reference.npu_sparse_flash_attention(**in_full, **defaults)
     assert torch.equal(out.isnan(), expected.isnan())
@@ -144,59 +130,30 @@ def test_numbers_that_are_not_finite(hopper: Any, number: float, heads: int) -> 
 
 def test_results_are_bit_identical_in_every_run(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon, "multiprocessors", lambda _: 3)
-    given = inputs(5, 200, heads=128)
-    first, second = (hopper.npu_sparse_flash_attention(**given) for _ in range(2))
+    call = inputs(5, 200, heads=128)
+    first, second = (hopper.npu_sparse_flash_attention(**call) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_rows_that_are_not_aligned_are_copied(hopper: Any) -> None:
-    given = inputs(2, 70)
-    expected = hopper.npu_sparse_flash_attention(**given)[0]
+    call = inputs(2, 70)
+    expected = hopper.npu_sparse_flash_attention(**call)[0]
     for name in ("query", "key", "query_rope", "key_rope"):
-        tensor = given[name]
+        tensor = call[name]
         shifted = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)[1:].view(tensor.shape)
-        given[name] = shifted.copy_(tensor)
-    assert torch.equal(hopper.npu_sparse_flash_attention(**given)[0], expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "suits"),
-    [
-        ({}, True),
-        ({"dtype": torch.float16}, True),
-        ({"dtype": torch.float32}, False),
-        ({"size": 256}, False),
-        ({"rope": None}, False),
-        ({"rope": 32}, False),
-        ({"value": "key"}, True),
-        ({"value": "other"}, False),
-    ],
-)
-def test_choice_of_the_kernel(changes: dict[str, Any], suits: bool) -> None:
-    chosen = {"dtype": torch.bfloat16, "size": 512, "rope": 64, "value": None} | changes
-    query, key = (torch.zeros(1, 2, heads, chosen["size"], dtype=chosen["dtype"]) for heads in (4, 1))
-    rope = None if chosen["rope"] is None else torch.zeros(1, 2, 4, chosen["rope"], dtype=chosen["dtype"])
-    value = {None: None, "key": key, "other": key.clone()}[chosen["value"]]
-    kernel = KERNELS["npu_sparse_flash_attention"][0]
-    assert kernel.hopper and kernel.suits(query=query, key=key, value=value, query_rope=rope) == suits
+        call[name] = shifted.copy_(tensor)
+    assert torch.equal(hopper.npu_sparse_flash_attention(**call)[0], expected)
 
 
 LAST_WAIT = "    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])\n"
 RELEASE = "    mbarrier.arrive(own_free.index(W))\n"
+COPIED = "    mbarrier.wait(own_full.index(W), phase)\n"
 STORES = "    k_rope.index(W).store(weights)\n    origins.index(W).store(new_origin)\n"
 PUBLISH = "    mbarrier.arrive(published.index(W))\n"
 FAULTS = {
     "scores before the keys arrive": ("    mbarrier.wait(rest_full.index(W), phase)\n", "", "changed|fence"),
-    "keys released before the product": (
-        f"{LAST_WAIT}{RELEASE}",
-        f"{RELEASE}{LAST_WAIT}",
-        "changed|fence",
-    ),
-    "a copy without a fence": (
-        "    mbarrier.wait(own_full.index(W), phase)\n    fence_async_shared()\n",
-        "    mbarrier.wait(own_full.index(W), phase)\n",
-        "fence",
-    ),
+    "keys released before the product": (f"{LAST_WAIT}{RELEASE}", f"{RELEASE}{LAST_WAIT}", "changed|fence"),
+    "a copy without a fence": (f"{COPIED}    fence_async_shared()\n", COPIED, "fence"),
     "exponentials before they are published": ("    mbarrier.wait(published.index(1 - W), count & 1)\n", "", "differ"),
     "exponentials published before they are stored": (f"{STORES}{PUBLISH}", f"{PUBLISH}{STORES}", "differ"),
     "keys overwritten": ("    mbarrier.wait(rest_free.index(SLOT), free)\n", "", "changed|differ"),
@@ -209,9 +166,7 @@ FAULTS = {
 def test_the_simulator_detects(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing wait, fence or arrival in the kernel is an error of the simulator, or changes the results."""
     before, after, error = FAULTS[fault]
-    source = Path(gluon.__file__).read_text()
-    assert source.count(before) == 1
-    module = module_of(source.replace(before, after), tmp_path)
+    module = with_fault(gluon, before, after, tmp_path)
     lengths = {"actual_seq_lengths_query": None, "actual_seq_lengths_kv": None, "layout_query": "BSND"}
     expected = simulated(gluon, "npu_sparse_flash_attention")(**inputs(1, 600), **lengths)
     monkeypatch.setattr(gluon_simulator, "PATIENCE", 0.5)

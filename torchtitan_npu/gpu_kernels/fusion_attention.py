@@ -1,4 +1,4 @@
-"""Attention on PyTorch's own kernels, for GPUs.
+"""Attention on PyTorch's kernels, for GPUs.
 
 Sequences of equal length run on cuDNN's kernels where PyTorch has them, documents on its flash attention. Both keep the
 logarithm of the sum of exponentials; it is returned as the statistic m, with l = 1.
@@ -17,9 +17,9 @@ from torchtitan_npu.ops.core.checks import longest_document
 
 
 def npu_fusion_attention(
-    query: Tensor, key: Tensor, value: Tensor, input_layout: str, scale: float, **rest: Any
+    query: Tensor, key: Tensor, value: Tensor, input_layout: str, scale: float, **options: Any
 ) -> Any:
-    is_causal = rest["atten_mask"] is not None
+    is_causal = options["atten_mask"] is not None
     q, k, v = (_rows(tensor, input_layout) for tensor in (query, key, value))
     if _runs_on_cudnn(q, k, v, is_causal):
         heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -30,10 +30,10 @@ def npu_fusion_attention(
     else:
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, padded, *_sequences(q, k, **rest), 0.0, is_causal, False, scale=scale
+            q, k, padded, *_sequences(q, k, **options), 0.0, is_causal, False, scale=scale
         )
     output = _rows(output[..., : v.shape[-1]], input_layout).contiguous()
-    statistic = _stored(lse, input_layout, **rest)
+    statistic = _stored(lse, input_layout, **options)
     return output, statistic, torch.ones_like(statistic), query.new_empty(0), 0, 0, 0
 
 
@@ -47,11 +47,11 @@ def npu_fusion_attention_grad(
     softmax_max: Tensor,
     softmax_sum: Tensor,
     attention_in: Tensor,
-    **rest: Any,
+    **options: Any,
 ) -> Any:
-    is_causal = rest["atten_mask"] is not None
+    is_causal = options["atten_mask"] is not None
     q, k, v, d_out, out = (_rows(tensor, input_layout) for tensor in (query, key, value, dy, attention_in))
-    lse = _loaded(softmax_max + softmax_sum.log(), input_layout, **rest)
+    lse = _loaded(softmax_max + softmax_sum.log(), input_layout, **options)
     if _runs_on_cudnn(q, k, v, is_causal):
         heads_first = (tensor.transpose(1, 2) for tensor in (d_out, q, k, v, out))
         no_dropout = (torch.zeros((), dtype=torch.int64, device=q.device),) * 2
@@ -64,7 +64,7 @@ def npu_fusion_attention_grad(
         v, d_out, out = (F.pad(tensor, (0, q.shape[-1] - tensor.shape[-1])) for tensor in (v, d_out, out))
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            d_out, q, k, v, out, lse, *_sequences(q, k, **rest), 0.0, is_causal, *no_dropout, scale=scale_value
+            d_out, q, k, v, out, lse, *_sequences(q, k, **options), 0.0, is_causal, *no_dropout, scale=scale_value
         )
     grads = (_rows(grad, input_layout).contiguous() for grad in (dq, dk, dv[..., : value.shape[-1]]))
     return *grads, None, query.new_empty(0, dtype=torch.float32)
@@ -108,24 +108,24 @@ def _starts(ends: tuple[int, ...], device: torch.device) -> _Starts:
     return _Starts(torch.tensor((0, *ends), dtype=torch.int32, device=device), longest_document(ends))
 
 
-def _stored(lse: Tensor, layout: str, **rest: Any) -> Tensor:
+def _stored(lse: Tensor, layout: str, **options: Any) -> Tensor:
     """Return flash attention's statistic, (B, N, S) or (N, T), as the operator stores it."""
     if layout != "TND":
         return lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     by_row = lse.T.contiguous()  # (T, N)
-    if rest["softmax_layout"] != "TND":
-        by_row = torch.empty_like(by_row).view(-1).scatter_(0, _order(by_row, **rest).view(-1), by_row.view(-1))
+    if options["softmax_layout"] != "TND":
+        by_row = torch.empty_like(by_row).view(-1).scatter_(0, _order(by_row, **options).view(-1), by_row.view(-1))
         by_row = by_row.view(lse.shape[1], lse.shape[0])
     return by_row.unsqueeze(-1).expand(*by_row.shape, 8).contiguous()
 
 
-def _loaded(statistic: Tensor, layout: str, **rest: Any) -> Tensor:
+def _loaded(statistic: Tensor, layout: str, **options: Any) -> Tensor:
     """Undo :func:`_stored`."""
     statistic = statistic[..., 0]
     if layout != "TND":
         return statistic.contiguous()
-    if rest["softmax_layout"] != "TND":
-        statistic = statistic.flatten()[_order(statistic, **rest)]
+    if options["softmax_layout"] != "TND":
+        statistic = statistic.flatten()[_order(statistic, **options)]
     return statistic.T.contiguous()
 
 

@@ -1,15 +1,14 @@
-"""Grouped matrix products on GPUs: PyTorch's kernel where it is faster, else ours in Triton. Neither synchronises.
+"""Grouped matrix products on GPUs: PyTorch's kernel where it is faster, else one in Triton. Neither synchronises.
 
-Our kernel is persistent: one program per multiprocessor takes tile after tile of the output and finds the tile's group
-among the ends, on the device. It reads tiles through tensor descriptors, so that a row may begin anywhere and elements
-beyond a tensor are zero. Elements beyond a group are not written (rows) or are masked (summed dimension).
+The Triton kernel is persistent: one program per multiprocessor takes tile after tile of the output and finds the tile's
+group among the ends, on the device. It reads tiles through tensor descriptors, so that a row may begin anywhere and
+elements beyond a tensor are zero. Elements beyond a group are not written (rows) or are masked (summed dimension).
 ``npu_grouped_matmul`` asserts on the device that ``group_list`` adds up to the rows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,7 +27,7 @@ from torchtitan_npu.ops.grouped_matmul import reference
 from torchtitan_npu.ops.mxfp8.reference import OUTPUTS
 
 CONFIG = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
-"""The fastest on an H200; tools/bench/kernel_sweep.py times others."""
+"""The fastest on an H200."""
 SMALL_CONFIG = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "FLATTEN": True, "num_warps": 4, "num_stages": 2}
 """For Triton's interpreter: a small matrix still has several tiles in each direction."""
 
@@ -43,10 +42,9 @@ def npu_grouped_matmul(
     ends, adds_up = ends_of(group_list, group_list_type == 0, tokens.shape[0 if group_type == 0 else 1])
     # an assertion on the device: reading the value would synchronise
     torch.ops.aten._assert_async.msg(adds_up, "npu_grouped_matmul: group_list must add up to the rows of x")
-    product: Callable[..., Tensor] = rows_product if group_type == 0 else sums_product
     if prefers_torch(tokens, matrices, group_type):
-        product = torch_product
-    return [product(tokens, matrices, ends)]
+        return [torch_product(tokens, matrices, ends)]
+    return [(rows_product if group_type == 0 else sums_product)(tokens, matrices, ends)]
 
 
 def npu_grouped_matmul_add_(
@@ -68,7 +66,7 @@ def npu_grouped_matmul_mxfp8(
 ) -> list[Tensor]:
     """Dequantize the factors and multiply them.
 
-    They are bfloat16 for a bfloat16 output, and float32 for the others, which are rounded once.
+    They are bfloat16 for a bfloat16 output, and float32 for other outputs, which are rounded once.
     """
     groups = {name: groups[name] for name in ("group_list", "group_type", "group_list_type")}
     dtype = OUTPUTS[output_dtype]
@@ -81,20 +79,20 @@ def npu_grouped_matmul_mxfp8(
     return [y.to(dtype)]
 
 
-def npu_grouped_matmul_by_group(x: list[Tensor], weight: list[Tensor], group_type: int, **others: Any) -> list[Tensor]:
+def npu_grouped_matmul_by_group(x: list[Tensor], weight: list[Tensor], group_type: int, **options: Any) -> list[Tensor]:
     """Multiply the groups one by one, after reading their sizes from the device, and log once that this is slow.
 
     For what no kernel takes: float32, a bias, and sizes or strides that are not multiples of 16 bytes.
     """
     summed = x[0].shape[0 if group_type == 2 else 1]
     warn_of_synchronisation("npu_grouped_matmul", (summed, weight[0].shape[-1]), x[0].dtype)
-    return reference.npu_grouped_matmul(x, weight, group_type=group_type, **others)
+    return reference.npu_grouped_matmul(x, weight, group_type=group_type, **options)
 
 
-def npu_grouped_matmul_add_by_group(input: Tensor, x: Tensor, weight: Tensor, **others: Any) -> Tensor:
+def npu_grouped_matmul_add_by_group(input: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     """Add the products one by one, as :func:`npu_grouped_matmul_by_group` does."""
     warn_of_synchronisation("npu_grouped_matmul_add_", (x.shape[1], weight.shape[1]), x.dtype)
-    return reference.npu_grouped_matmul_add_(input, x, weight, **others)
+    return reference.npu_grouped_matmul_add_(input, x, weight, **options)
 
 
 @cache
@@ -121,8 +119,8 @@ def ends_of(group_list: Tensor, cumulative: bool, length: int) -> tuple[Tensor, 
 def prefers_torch(x: Tensor, weight: Tensor, group_type: int) -> bool:
     """Return whether to use ``torch.nn.functional.grouped_mm``: bfloat16 on Hopper, except for long sums over features.
 
-    For those, our kernel took 1 to 2 % less time on an H200 with equal groups and 7 to 10 % less with unequal ones. For
-    sums over rows it took 4 to 31 % more (docs/benchmarks/ops.json, the peers of the grouped products).
+    For those, the Triton kernel took 1 to 2 % less time on an H200 with equal groups and 7 to 10 % less with unequal
+    ones. For sums over rows it took 4 to 31 % more (docs/benchmarks/ops.json, the peers of the grouped products).
 
     On other GPUs, PyTorch's kernel loops over the groups and synchronises to read their sizes, or does not write the
     gradient of a group without rows (Blackwell, https://github.com/pytorch/pytorch/issues/172439). If a row is not a
@@ -150,7 +148,8 @@ def rows_product(x: Tensor, weight: Tensor, ends: Tensor, config: dict[str, Any]
     flat = weight.mT.flatten(0, 1) if transposed else weight.flatten(0, 1)
     blocks = [config["BLOCK_N"], config["BLOCK_K"]] if transposed else [config["BLOCK_K"], config["BLOCK_N"]]
     _rows[(multiprocessors(x.device),)](
-        *(_descriptor(x, config["BLOCK_M"], config["BLOCK_K"]), _descriptor(flat, *blocks)),
+        TensorDescriptor.from_tensor(x, [config["BLOCK_M"], config["BLOCK_K"]]),
+        TensorDescriptor.from_tensor(flat, blocks),
         *(out, ends, groups, x.shape[0], summed, columns),
         GROUPS=power_of_2(groups),
         TRANSPOSED=transposed,
@@ -178,10 +177,8 @@ def sums_product(
     result = x.new_empty(groups, rows, columns) if out is None else out
     x = x.t()
     _sums[(multiprocessors(x.device),)](
-        *(
-            _descriptor(x, config["BLOCK_K"], config["BLOCK_M"]),
-            _descriptor(weight, config["BLOCK_K"], config["BLOCK_N"]),
-        ),
+        TensorDescriptor.from_tensor(x, [config["BLOCK_K"], config["BLOCK_M"]]),
+        TensorDescriptor.from_tensor(weight, [config["BLOCK_K"], config["BLOCK_N"]]),
         *(x, weight, result, group_list, groups, x.shape[0], rows, columns),
         GROUPS=power_of_2(groups),
         CUMULATIVE=cumulative,
@@ -189,10 +186,6 @@ def sums_product(
         **config,
     )
     return result
-
-
-def _descriptor(matrix: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, list(block))
 
 
 @triton.jit
@@ -304,10 +297,10 @@ def _sums(
         n = column + tl.arange(0, BLOCK_N)
         if full_blocks < last:  # the last rows of the group, masked against those of the next
             tail = full_blocks + tl.arange(0, BLOCK_K)
-            kept = (tail < last)[:, None]
+            in_group = (tail < last)[:, None]
             tail = tail.to(tl.int64)[:, None]
-            a = tl.load(x_pointer + tail * rows + m[None, :], mask=kept & (m < rows)[None, :], other=0.0)
-            b = tl.load(weight_pointer + tail * columns + n[None, :], mask=kept & (n < columns)[None, :], other=0.0)
+            a = tl.load(x_pointer + tail * rows + m[None, :], mask=in_group & (m < rows)[None, :], other=0.0)
+            b = tl.load(weight_pointer + tail * columns + n[None, :], mask=in_group & (n < columns)[None, :], other=0.0)
             total = tl.dot(a.T, b, total)
         pointers = out + (here.to(tl.int64) * rows + m[:, None]) * columns
         if ADD:

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.device_math import exact_sigmoid, ordered
-from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2
+from torchtitan_npu.gpu_kernels.launch import blocks_in, exact_sigmoid, ordered, power_of_2
 
 LOWEST = tl.constexpr(-(2**63))
 """Below the key of any score."""
@@ -42,22 +41,10 @@ def npu_moe_gating_top_k(
         size = experts // group_count
         rows, warps = _rows_and_warps(power_of_2(group_count) * power_of_2(size))
         _forward[(blocks_in(tokens, rows),)](
-            x.contiguous(),
-            None if bias is None else bias.contiguous(),
-            y,
-            expert_idx,
-            scores if out_flag else None,
-            tokens,
-            routed_scaling_factor,
-            eps,
-            GROUPS=group_count,
-            SIZE=size,
-            K=k,
-            K_GROUP=k_group,
-            TWO_BEST=group_select_mode == 1,
-            ROWS=rows,
-            GROUP_SLOTS=power_of_2(group_count),
-            SIZE_SLOTS=power_of_2(size),
+            *(x.contiguous(), None if bias is None else bias.contiguous()),
+            *(y, expert_idx, scores if out_flag else None, tokens, routed_scaling_factor, eps),
+            **{"GROUPS": group_count, "SIZE": size, "K": k, "K_GROUP": k_group, "TWO_BEST": group_select_mode == 1},
+            **{"ROWS": rows, "GROUP_SLOTS": power_of_2(group_count), "SIZE_SLOTS": power_of_2(size)},
             SLOTS=power_of_2(k),
             num_warps=warps,
         )
@@ -79,18 +66,8 @@ def npu_moe_gating_top_k_backward(
         columns = power_of_2(experts)
         rows, warps = _rows_and_warps(columns)
         _backward[(blocks_in(tokens, rows),)](
-            x_norm.contiguous(),
-            grad_y.contiguous(),
-            expertIdx.contiguous(),
-            dx,
-            tokens,
-            routed_scaling_factor,
-            eps,
-            EXPERTS=experts,
-            K=k,
-            ROWS=rows,
-            COLUMNS=columns,
-            SLOTS=power_of_2(k),
+            *(x_norm.contiguous(), grad_y.contiguous(), expertIdx.contiguous(), dx, tokens, routed_scaling_factor, eps),
+            **{"EXPERTS": experts, "K": k, "ROWS": rows, "COLUMNS": columns, "SLOTS": power_of_2(k)},
             num_warps=warps,
         )
     return dx
@@ -184,8 +161,8 @@ def _forward(
         choice += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
     keys = tl.where(inside, _keys(choice, expert), LOWEST)
     if K_GROUP < GROUPS:
-        kept = _in_best_groups(keys, GROUPS, K_GROUP, TWO_BEST, ROWS, GROUP_SLOTS, SIZE_SLOTS)
-        keys = tl.where(kept, keys, LOWEST)
+        in_best_groups = _in_best_groups(keys, GROUPS, K_GROUP, TWO_BEST, ROWS, GROUP_SLOTS, SIZE_SLOTS)
+        keys = tl.where(in_best_groups, keys, LOWEST)
 
     slot = tl.arange(0, SLOTS)[None, :]
     selected = tl.zeros((ROWS, SLOTS), tl.int32)

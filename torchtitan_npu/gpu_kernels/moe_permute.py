@@ -21,20 +21,6 @@ SLOTS = 1024
 """Slots per program of the kernel that inverts the permutation."""
 
 
-def gather_config(width: int) -> dict[str, int]:
-    """Return the tile of a program that sums ``BLOCK`` columns of a token, 16 bytes per thread. 1024 divides 7168."""
-    return {"BLOCK": min(1024, power_of_2(width)), "num_warps": 4}
-
-
-def scatter_config(width: int) -> dict[str, int]:
-    """Return the tile of a program that holds ``BLOCK`` columns of a token: the full row, if it fits.
-
-    With a full row, the gradient of a weight is a single sum.
-    """
-    block = min(8192, power_of_2(width))
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
-
-
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -93,19 +79,20 @@ def npu_moe_token_unpermute_grad_v2(
 
 
 def _gather_rows(rows: Tensor, positions: Tensor, probs: Tensor | None, out: Tensor, top_k: int) -> Tensor:
-    rows, weights = rows.contiguous(), (positions if probs is None else probs).contiguous()
-    tokens, width = out.shape
+    """Sum the rows of each token's slots to ``out``, weighted with ``probs``."""
     if not out.numel():
         return out
-    config = gather_config(width)
-    blocks = blocks_in(width, config["BLOCK"])
-    unroll = min(8, power_of_2(top_k))  # rows in flight from memory at once
+    tokens, width = out.shape
+    block = min(1024, power_of_2(width))  # 16 bytes per thread; 1024 divides 7168
+    blocks = blocks_in(width, block)
+    weights = (positions if probs is None else probs).contiguous()
     _gather[(tokens * blocks,)](
-        *(rows, positions.contiguous(), weights, out, rows.shape[0], width, blocks),
+        *(rows.contiguous(), positions.contiguous(), weights, out, rows.shape[0], width, blocks),
         TOP_K=top_k,
-        UNROLL=unroll,
+        UNROLL=min(8, power_of_2(top_k)),  # rows in flight from memory at once
         WEIGHTED=probs is not None,
-        **config,
+        BLOCK=block,
+        num_warps=4,
     )
     return out
 
@@ -127,12 +114,14 @@ def _scatter_rows(
         if grad_probs is not None:
             grad_probs.zero_()  # the sum over zero features
         return
-    given = [(out if one is None else one).contiguous() for one in (probs, rows, grad_probs)]
+    weighted = [(out if one is None else one).contiguous() for one in (probs, rows, grad_probs)]
+    block = min(8192, power_of_2(out.shape[1]))  # the full row, if it fits: the gradient of a weight is a single sum
     _scatter[(tokens.shape[0],)](
-        *(tokens.contiguous(), positions.contiguous(), out, *given, out.shape[0], out.shape[1]),
+        *(tokens.contiguous(), positions.contiguous(), out, *weighted, out.shape[0], out.shape[1]),
         TOP_K=top_k,
         WEIGHTED=probs is not None,
-        **scatter_config(out.shape[1]),
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
     )
 
 
@@ -165,8 +154,8 @@ def _gather(
     for choice in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
         slot = token * TOP_K + choice
         position = tl.load(positions + slot).to(tl.int64)
-        kept = inside & (position >= 0) & (position < count)
-        row = tl.load(rows + position * width + column, mask=kept, other=0.0).to(tl.float32)
+        has_row = inside & (position >= 0) & (position < count)
+        row = tl.load(rows + position * width + column, mask=has_row, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(probs + slot).to(tl.float32)
         total += row
@@ -192,12 +181,12 @@ def _scatter(
     for choice in tl.range(0, TOP_K):
         slot = token * TOP_K + choice
         position = tl.load(positions + slot).to(tl.int64)
-        kept = (position >= 0) & (position < count)
+        has_row = (position >= 0) & (position < count)
         products = tl.full((BLOCK,), 0.0, tl.float32)
         for first in tl.range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
-            mask = kept & (column < width)
-            # the first choice reads from memory, the others from the cache
+            mask = has_row & (column < width)
+            # the first slot reads from memory, later ones from the cache
             value = tl.load(tokens + token * width + column, mask=column < width, other=0.0)
             if WEIGHTED:
                 weighted = value.to(tl.float32) * tl.load(probs + slot).to(tl.float32)

@@ -108,9 +108,9 @@ def attends_to_latents(query: Tensor, key: Tensor, value: Tensor | None, query_r
     return value is None or (value.data_ptr() == key.data_ptr() and value.stride() == key.stride())
 
 
-def gradient_of_latents(value: Tensor | None, sparse_indices: Tensor, **others: Any) -> bool:
+def gradient_of_latents(value: Tensor | None, sparse_indices: Tensor, **keywords: Any) -> bool:
     """Return whether the kernel takes these: as in the forward pass, without ``value`` and in whole blocks."""
-    return value is None and attends_to_latents(value=value, **others) and sparse_indices.shape[-1] % 64 == 0
+    return value is None and attends_to_latents(value=value, **keywords) and sparse_indices.shape[-1] % 64 == 0
 
 
 # lightning_indexer
@@ -124,10 +124,10 @@ def can_select(key: Tensor, layout_query: str, sparse_count: int, **_: Any) -> b
     return key.shape[0 if layout_query == "TND" else 1] <= SEGMENT or 2 * sparse_count <= SEGMENT
 
 
-def has_hopper_scores(query: Tensor, key: Tensor, **others: Any) -> bool:
+def has_hopper_scores(query: Tensor, key: Tensor, **keywords: Any) -> bool:
     """Return whether the Gluon kernel takes these: half precision, 128 features, at most 64 heads per key head."""
     half = query.dtype in HALVES and key.dtype == query.dtype
-    return half and query.shape[-1] == 128 and query.shape[-2] <= 64 * key.shape[-2] and can_select(key, **others)
+    return half and query.shape[-1] == 128 and query.shape[-2] <= 64 * key.shape[-2] and can_select(key, **keywords)
 
 
 def has_hopper_gradients(query: Tensor, key: Tensor, sparse_indices: Tensor, **_: Any) -> bool:

@@ -1,6 +1,6 @@
 """RMS normalisation and its gradient in Triton. A row stays in registers, so each tensor is read or written once.
 
-The gradient of ``gamma`` is a sum over all rows. Each program sums its own rows in float32, and a second kernel sums
+The gradient of ``gamma`` is a sum over all rows. Each program sums its rows in float32, and a second kernel sums
 over the programs. There are no atomics: the order of every sum depends only on the shape and the GPU.
 """
 
@@ -16,14 +16,7 @@ from torch import Tensor
 from torchtitan_npu.gpu_kernels.launch import blocks_in, in_strides_of, multiprocessors, power_of_2
 
 
-def forward_config(rows: int, width: int) -> dict[str, int]:
-    """Return the tile of a program and its number of warps: 32 elements per thread."""
-    block = power_of_2(width)
-    tile_rows = max(1, 2048 // block)
-    return {"ROWS": tile_rows, "BLOCK": block, "num_warps": min(16, max(2, tile_rows * block // 1024))}
-
-
-def backward_config(rows: int, width: int, element_size: int = 2) -> dict[str, int]:
+def backward_config(width: int, element_size: int) -> dict[str, int]:
     """Return the tile, the warps, the pipeline stages of the loads, and the programs per multiprocessor.
 
     The rows in flight of a multiprocessor take at most ``BYTES_IN_FLIGHT`` of its memory.
@@ -42,18 +35,16 @@ SUM = {"ROWS": 32, "BLOCK": 32, "num_warps": 4}
 """The tile of the kernel that sums over programs."""
 
 
-def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float, **config: int) -> tuple[Tensor, Tensor]:
-    y, rstd, _ = _norm(input, None, gamma, epsilon, config)
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    y, rstd, _ = _norm(input, None, gamma, epsilon)
     return y, rstd
 
 
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _norm(x1, x2, gamma, epsilon, {})
+    return _norm(x1, x2, gamma, epsilon)
 
 
-def _norm(
-    input: Tensor, added: Tensor | None, gamma: Tensor, epsilon: float, config: dict[str, int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _norm(input: Tensor, added: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     x = input.contiguous()
     other = x if added is None else added.contiguous()
     width = gamma.numel()
@@ -61,9 +52,14 @@ def _norm(
     y = torch.empty_like(x)
     total = y if added is None else torch.empty_like(x)
     rstd = x.new_empty(*input.shape[: input.dim() - gamma.dim()], *[1] * gamma.dim(), dtype=torch.float32)
-    config = config or forward_config(rows, width)
-    _forward[(blocks_in(rows, config["ROWS"]),)](
-        x, other, gamma.contiguous(), y, total, rstd, rows, width, epsilon, ADD=added is not None, **config
+    block = power_of_2(width)
+    tile_rows = max(1, 2048 // block)
+    _forward[(blocks_in(rows, tile_rows),)](
+        *(x, other, gamma.contiguous(), y, total, rstd, rows, width, epsilon),
+        ADD=added is not None,
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=min(16, max(2, tile_rows * block // 1024)),  # 32 elements per thread
     )
     y = in_strides_of(input, y)
     return y, rstd, y if added is None else in_strides_of(input, total)
@@ -75,7 +71,7 @@ def npu_rms_norm_backward(
     x = input.contiguous()
     width = gamma.numel()
     rows = x.numel() // width
-    options: dict[str, Any] = dict(config or backward_config(rows, width, x.element_size()))
+    options: dict[str, Any] = dict(config or backward_config(width, x.element_size()))
     per_multiprocessor = options.pop("per_multiprocessor")
     programs = min(blocks_in(rows, options["ROWS"]), per_multiprocessor * multiprocessors(x.device))
     dx = torch.empty_like(x)

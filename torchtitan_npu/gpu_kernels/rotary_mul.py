@@ -28,12 +28,12 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, **_:
     if not input.numel():
         return out
     x = _inner_stride_1(input)
-    kept, served = _sizes(x, r1)
+    sizes, served = _sizes(x, r1)
     config = _tile(served[0] * served[1] * served[2], x.shape[3], 2048)
     chunks = blocks_in(served[0] * served[1] * served[2], config["ROWS"])
     _forward[(r1.numel() // r1.shape[3] * chunks,)](
         *(x, r1.contiguous(), r2.contiguous(), out, *x.stride()[:3], *out.stride()),
-        *(*kept[1:], chunks, served[0] * served[1] * served[2], *served[1:], x.shape[3] // 2),
+        *(*sizes[1:], chunks, served[0] * served[1] * served[2], *served[1:], x.shape[3] // 2),
         INTERLEAVED=rotary_mode == "interleave",
         **config,
         num_warps=min(4, max(1, config["ROWS"] * config["HALF"] // 512)),
@@ -49,11 +49,11 @@ def npu_rotary_mul_backward(
     if not input.numel():
         return dx, torch.zeros_like(r1, dtype=input.dtype), torch.zeros_like(r2, dtype=input.dtype)
     tensors = [_inner_stride_1(tensor) for tensor in (grad, input)]
-    kept, served = _sizes(input, r1)
+    sizes, served = _sizes(input, r1)
     _backward[(r1.numel() // r1.shape[3],)](
         *(*tensors, r1.contiguous(), r2.contiguous(), dx, dr1, dr2),
         *(*tensors[0].stride()[:3], *tensors[1].stride()[:3], *dx.stride()),
-        *(*kept[1:], served[0] * served[1] * served[2], *served[1:], input.shape[3] // 2),
+        *(*sizes[1:], served[0] * served[1] * served[2], *served[1:], input.shape[3] // 2),
         INTERLEAVED=rotary_mode == "interleave",
         **_tile(served[0] * served[1] * served[2], input.shape[3], 1024 if rotary_mode == "interleave" else 256),
         num_warps=1,  # sums within one warp need no shared memory
@@ -63,7 +63,7 @@ def npu_rotary_mul_backward(
 
 def _sizes(x: Tensor, r: Tensor) -> tuple[list[int], list[int]]:
     """Return, for each of the first three dimensions, the rows of angles and the rows of ``x`` that each serves."""
-    return list(r.shape[:3]), [1 if own == full else full for own, full in zip(r.shape[:3], x.shape[:3], strict=True)]
+    return list(r.shape[:3]), [1 if n == full else full for n, full in zip(r.shape[:3], x.shape[:3], strict=True)]
 
 
 def _inner_stride_1(x: Tensor) -> Tensor:
@@ -108,12 +108,12 @@ def _angles(r, index, half, dtype: tl.constexpr, HALF: tl.constexpr, INTERLEAVED
 
 
 @triton.jit
-def _offset(angle, served, kept1, kept2, served1, served2, stride0, stride1, stride2):
+def _offset(angle, served, size1, size2, served1, served2, stride0, stride1, stride2):
     """Return the offsets of the rows number ``served`` (ROWS, 1) that the row of angles ``angle`` serves."""
     # the angles either index a dimension or are broadcast along it, so one of the two summands is 0
-    index0 = angle // (kept1 * kept2) + served // (served1 * served2)
-    index1 = angle // kept2 % kept1 + served // served2 % served1
-    index2 = angle % kept2 + served % served2
+    index0 = angle // (size1 * size2) + served // (served1 * served2)
+    index1 = angle // size2 % size1 + served // served2 % served1
+    index2 = angle % size2 + served % served2
     return index0.to(tl.int64) * stride0 + index1.to(tl.int64) * stride1 + index2.to(tl.int64) * stride2
 
 
@@ -130,8 +130,8 @@ def _forward(
     out1,
     out2,
     out3,
-    kept1,
-    kept2,
+    size1,
+    size2,
     chunks,
     count,
     served1,
@@ -146,10 +146,10 @@ def _forward(
     mask = served < count
     cos_a, cos_b = _angles(r1, angle, half, x.dtype.element_ty, HALF, INTERLEAVED)
     sin_a, sin_b = _angles(r2, angle, half, x.dtype.element_ty, HALF, INTERLEAVED)
-    offset = _offset(angle, served, kept1, kept2, served1, served2, x0, x1, x2)
+    offset = _offset(angle, served, size1, size2, served1, served2, x0, x1, x2)
     a, b = _load(x, offset, mask, half, HALF, INTERLEAVED)
     a, b = a.to(tl.float32), b.to(tl.float32)
-    offset = _offset(angle, served, kept1, kept2, served1, served2, out0, out1, out2)
+    offset = _offset(angle, served, size1, size2, served1, served2, out0, out1, out2)
     _store(out, offset, out3, mask, half, a * cos_a - b * sin_a, b * cos_b + a * sin_b, HALF, INTERLEAVED)
 
 
@@ -172,8 +172,8 @@ def _backward(
     dx1,
     dx2,
     dx3,
-    kept1,
-    kept2,
+    size1,
+    size2,
     count,
     served1,
     served2,
@@ -192,12 +192,12 @@ def _backward(
     for first in tl.range(0, count, ROWS):
         served = first + tl.arange(0, ROWS)[:, None]
         mask = served < count
-        offset = _offset(angle, served, kept1, kept2, served1, served2, grad0, grad1, grad2)
+        offset = _offset(angle, served, size1, size2, served1, served2, grad0, grad1, grad2)
         g_a, g_b = _load(grad, offset, mask, half, HALF, INTERLEAVED)
-        offset = _offset(angle, served, kept1, kept2, served1, served2, x0, x1, x2)
+        offset = _offset(angle, served, size1, size2, served1, served2, x0, x1, x2)
         a, b = _load(x, offset, mask, half, HALF, INTERLEAVED)
         g_a, g_b, a, b = g_a.to(tl.float32), g_b.to(tl.float32), a.to(tl.float32), b.to(tl.float32)
-        offset = _offset(angle, served, kept1, kept2, served1, served2, dx0, dx1, dx2)
+        offset = _offset(angle, served, size1, size2, served1, served2, dx0, dx1, dx2)
         _store(dx, offset, dx3, mask, half, g_a * cos_a + g_b * sin_b, g_b * cos_b - g_a * sin_a, HALF, INTERLEAVED)
         dcos_a += g_a * a
         dcos_b += g_b * b

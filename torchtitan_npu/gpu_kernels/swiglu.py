@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.device_math import exact_sigmoid
-from torchtitan_npu.gpu_kernels.launch import blocks_in, in_strides_of, power_of_2
+from torchtitan_npu.gpu_kernels.launch import blocks_in, exact_sigmoid, in_strides_of, power_of_2
 
 
 def npu_swiglu(input: Tensor, dim: int) -> Tensor:
@@ -44,7 +43,7 @@ def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
 
 @triton.jit
 def _sigmoid(a, EXACT: tl.constexpr):
-    """Return the sigmoid of ``a``. A 16-bit result does not show the error of Triton's own."""
+    """Return the sigmoid of ``a``. A 16-bit result does not show the error of Triton's."""
     return exact_sigmoid(a) if EXACT else tl.sigmoid(a)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2, uninitialized
+from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2, tile_of, uninitialized
 from torchtitan_npu.gpu_kernels.lightning_indexer.triton_grad import Gradients, gradients
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows, keys_at, rows_of
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_tiles import by_token, tile
@@ -58,45 +58,21 @@ def distributions(x: IndexerLossInputs, rows: Rows, indices: Tensor, target: Ten
     queries = by_token(x.query)
     heads, size = x.query.shape[-2:]
     index_heads, index_size = x.query_index.shape[-2:]
+    ropes = [None if rope is None else rope.contiguous() for rope in (x.query_rope, x.key_rope)]
     rope_size = 0 if x.query_rope is None else x.query_rope.shape[-1]
     tiles = tile_sizes(x.query.dtype)
     blocks = blocks_in(top_k, tiles["KEYS"])
     _distributions[(tokens * blocks,)](
-        queries,
-        x.key.contiguous(),
-        None if x.query_rope is None else x.query_rope.contiguous(),
-        None if x.key_rope is None else x.key_rope.contiguous(),
-        x.softmax_max.contiguous(),
-        x.softmax_sum.contiguous(),
-        x.query_index.contiguous(),
-        x.key_index.contiguous(),
-        x.weights.contiguous(),
-        indices,
-        rows.first,
-        rows.visible,
-        target,
-        scores,
-        x.scale_value,
-        blocks,
-        *queries.stride()[:2],
-        TOP_K=top_k,
-        HEADS=heads,
-        SIZE=size,
-        ROPE_SIZE=rope_size,
-        INDEX_HEADS=index_heads,
-        INDEX_SIZE=index_size,
-        HEAD_BLOCK=min(128, block_size(heads)),
-        SIZE_BLOCK=min(64, block_size(size)),
-        ROPE_BLOCK=block_size(rope_size),
-        INDEX_HEAD_BLOCK=block_size(index_heads),
-        INDEX_SIZE_BLOCK=block_size(index_size),
+        *(queries, x.key.contiguous(), *ropes, x.softmax_max.contiguous(), x.softmax_sum.contiguous()),
+        *(x.query_index.contiguous(), x.key_index.contiguous(), x.weights.contiguous(), indices, *rows),
+        *(target, scores, x.scale_value, blocks, *queries.stride()[:2]),
+        **{"TOP_K": top_k, "HEADS": heads, "SIZE": size, "ROPE_SIZE": rope_size},
+        **{"INDEX_HEADS": index_heads, "INDEX_SIZE": index_size},
+        **{"HEAD_BLOCK": min(128, tile_of(heads)), "SIZE_BLOCK": min(64, tile_of(size))},
+        **{"ROPE_BLOCK": tile_of(rope_size), "INDEX_HEAD_BLOCK": tile_of(index_heads)},
+        INDEX_SIZE_BLOCK=tile_of(index_size),
         **tiles,
     )
-
-
-def block_size(size: int) -> int:
-    """Return the tile that holds ``size``: tensor cores need at least 16."""
-    return max(16, power_of_2(size))
 
 
 def tile_sizes(dtype: torch.dtype) -> dict[str, int]:

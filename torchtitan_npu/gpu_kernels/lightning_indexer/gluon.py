@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchtitan_npu.gpu_kernels.launch import blocks_in, multiprocessors, power_of_2
+from torchtitan_npu.gpu_kernels.launch import blocks_in, multiprocessors, power_of_2, tile_of
 from torchtitan_npu.gpu_kernels.lightning_indexer.gluon_top_k import select_top_k
 from torchtitan_npu.gpu_kernels.lightning_indexer.triton import best_keys
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import PIECE, aligned
@@ -61,7 +61,7 @@ def score(query: Tensor, key: Tensor, weights: Tensor, rows: Rows, scores: Tenso
     """Write the scores of the keys of each row as the function of the same name in Triton does."""
     count, key_heads = rows.first.numel(), key.shape[-2]
     group = query.numel() // (count * key_heads * SIZE.value)
-    head_block = max(16, power_of_2(group))
+    head_block = tile_of(group)
     rows_of_a_consumer = COLUMNS.value // head_block
     row_blocks = blocks_in(count, 2 * rows_of_a_consumer)
     plan = torch.empty(2, row_blocks, dtype=torch.int32, device=query.device)
@@ -208,15 +208,7 @@ def _part(plan, ends, row_block, unit, stop, KEY_HEADS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    shared,
-    work,
-    query,
-    key,
-    rows,
-    keys,
-    HEADS: gl.constexpr,
-    KEY_HEADS: gl.constexpr,
-    HEAD_BLOCK: gl.constexpr,
+    shared, work, query, key, rows, keys, HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_BLOCK: gl.constexpr
 ):
     """Copy the queries of both consumers, and the blocks of keys."""
     q, k, bars = shared
@@ -227,7 +219,7 @@ def _produce(
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
     in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, layout))
 
-    parts = 0  # each with its own queries
+    parts = 0  # each with other queries
     used = 0  # blocks that went through the slots
     while unit < stop:
         key_head, start, blocks = _part(plan, ends, row_block, unit, stop, KEY_HEADS)
@@ -263,13 +255,7 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    shared,
-    work,
-    of_rows,
-    HEADS: gl.constexpr,
-    KEY_HEADS: gl.constexpr,
-    HEAD_BLOCK: gl.constexpr,
-    W: gl.constexpr,
+    shared, work, of_rows, HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, HEAD_BLOCK: gl.constexpr, W: gl.constexpr
 ):
     """Compute the scores of the rows of consumer ``W``."""
     q, k, bars = shared
@@ -282,7 +268,7 @@ def _consume(
     in_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, narrow))
     in_block = gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(1, narrow))
 
-    parts = 0  # each with its own queries
+    parts = 0  # each with other queries
     used = 0  # blocks that went through the slots
     while unit < stop:
         key_head, start, blocks = _part(plan, ends, row_block, unit, stop, KEY_HEADS)
@@ -313,7 +299,7 @@ def _consume(
                         k.index(slot * PIECES + piece), queries, logits, use_acc=piece > 0, is_async=True
                     )
                 # The other consumer starts its products when half of these are done. Without turns, both would wait for
-                # products and compute the rest at the same time.
+                # products and then compute at the same time.
                 logits = warpgroup_mma_wait(1, deps=[logits])
                 mbarrier.arrive(bars.index(TURN + 1 - W))
                 logits = warpgroup_mma_wait(0, deps=[logits])

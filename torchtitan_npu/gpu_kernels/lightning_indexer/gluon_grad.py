@@ -179,7 +179,7 @@ def _keys_of_block(selected, block, in_block, TOP_K: gl.constexpr):
 
 @gluon.jit
 def _load(of_row, block, in_block, other, TOP_K: gl.constexpr):
-    """Load values of a block's entries, or ``other`` after the last place."""
+    """Load values of a block's entries, or ``other`` after the last one."""
     if TOP_K % KEYS == 0:
         return gl.load(of_row + block * KEYS + in_block)
     else:
@@ -259,7 +259,7 @@ def _consume(shared, selected_0, selected_1, blocks, inputs, results, GROUP: gl.
         dq_0, dq_1 = warpgroup_mma_wait(0, deps=[dq_0, dq_1])
         mbarrier.arrive(bars.index(FREE + step % 2))
     dq_0 = _one_row(dq_0, common, common, blocks_0, selected_0, d_key, shared, TOP_K, 0)
-    # plus a zero, so that no pointers are kept from the beginning
+    # plus a zero, so that no pointers stay in registers from the beginning
     _store(dq_0, q.index(0), weights, row_0 + (blocks_0 >> 30), d_query, d_weights, GROUP)
     dq_1 = _one_row(dq_1, blocks_0, common, blocks_1, selected_1, d_key, shared, TOP_K, 1)
     _store(dq_1, q.index(1), weights, row_1, d_query, d_weights, GROUP)

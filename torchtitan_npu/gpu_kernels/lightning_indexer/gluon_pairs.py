@@ -23,13 +23,9 @@ PLAN = {"num_warps": 8, "maxnreg": 64}
 
 
 def plan_pairs(
-    indices: Tensor,
-    d_scores: Tensor,
-    rows: Rows,
-    plan: Tensor,
-    copies: tuple[Tensor, Tensor] | None,
+    indices: Tensor, d_scores: Tensor, rows: Rows, plan: Tensor, copies: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Count the blocks of each pair of rows, and copy its entries, (..., K), if more blocks are common in the copy.
+    """Count the common blocks of each pair of rows, and copy its selections, (..., K), so that there are more.
 
     A pair is the last two rows, the two before them, and so on. Its row of ``plan`` has the number of common blocks,
     the number of blocks of the last row and of the row before, and 1 if it is copied to ``copies``.
@@ -181,7 +177,7 @@ def _search(keys, other_row, count):
 
 @gluon.jit
 def _new_entry(at, shared, up_to, count):
-    """Return the new entries, given the number of shared keys up to each entry, and that of all."""
+    """Return the new entries. ``up_to`` counts the shared keys up to each entry, ``count`` all of them."""
     return gl.where(shared, up_to - 1, count + at - up_to)
 
 

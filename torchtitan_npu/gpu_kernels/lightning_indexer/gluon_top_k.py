@@ -104,22 +104,16 @@ def _select(
             if to_best is not None:
                 gl.store(to_best + position, _float_of(order).to(to_best.dtype.element_ty), mask=chosen)
             before += gl.sum(flags, 1)
-        rest = (slot >= total) & (slot < COUNT)
-        gl.store(to_entries + slot, gl.full([SLOTS], -1, gl.int32, slot.type.layout), mask=rest)
+        unused = (slot >= total) & (slot < COUNT)
+        gl.store(to_entries + slot, gl.full([SLOTS], -1, gl.int32, slot.type.layout), mask=unused)
         if to_best is not None:
             nothing = gl.full([SLOTS], float("-inf"), gl.float32, slot.type.layout)
-            gl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=rest)
+            gl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=unused)
 
 
 @gluon.jit
 def _search(
-    values,
-    source,
-    end,
-    COUNT: gl.constexpr,
-    WARPS: gl.constexpr,
-    LENGTH: gl.constexpr,
-    ADJACENT: gl.constexpr,
+    values, source, end, COUNT: gl.constexpr, WARPS: gl.constexpr, LENGTH: gl.constexpr, ADJACENT: gl.constexpr
 ):
     """Find the values to take: those above ``low``, and those equal to it at an offset before ``cut``.
 
@@ -196,7 +190,7 @@ def _narrow(order, pivot, low, high, found, above, COUNT: gl.constexpr):
 
 @gluon.jit
 def _load(values, source, offset, end, ADJACENT: gl.constexpr):
-    """Return the order of the values at ``offset``, NOTHING where there is none, and the values, 0 there."""
+    """Load the scores at ``offset`` as sortable integers (padding: NOTHING) together with their values (padding: 0)."""
     there = offset < end
     # the mask is the same for adjacent values, which are then loaded together
     value = gl.load(values + offset, mask=offset // ADJACENT < (end + ADJACENT - 1) // ADJACENT, other=0.0)

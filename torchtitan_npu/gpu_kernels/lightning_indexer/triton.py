@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.launch import blocks_in, part_of, power_of_2, uninitialized
+from torchtitan_npu.gpu_kernels.launch import blocks_in, part_of, tile_of, uninitialized
 from torchtitan_npu.gpu_kernels.lightning_indexer.triton_top_k import select_top_k
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows, rows_of
 
@@ -17,11 +17,6 @@ WORKSPACE = 2**26
 """The number of scores in memory at once: 256 MiB in float32."""
 SPAN = 4096
 """Keys per program: enough to amortise the load of the queries, few enough that all programs take as long."""
-
-
-def keys_of_a_row(key: Tensor, layout: str) -> int:
-    """Return an upper bound of the keys of a row, for any sequence lengths."""
-    return key.shape[0] if layout == "TND" else key.shape[1]
 
 
 def most_visible(start: int, stop: int, queries: int, keys: int) -> int:
@@ -65,7 +60,7 @@ def best_keys(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     """Select keys by ``score`` and ``select``, functions like :func:`score` and :func:`select_top_k`."""
-    key_heads, keys = key.shape[-2], keys_of_a_row(key, layout_query)
+    key_heads, keys = key.shape[-2], key.shape[0 if layout_query == "TND" else 1]  # at most, for any lengths
     rows = rows_of(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
     shape = (*query.shape[:-2], key_heads, sparse_count)
     indices = torch.empty(shape, dtype=torch.int32, device=query.device)
@@ -109,28 +104,16 @@ def score(
     count, (key_heads, size) = rows.first.numel(), key.shape[-2:]
     group = query.numel() // (count * key_heads * size)
     _score[(blocks_in(most, SPAN), blocks_in(count, tiles["QUERIES"]), key_heads)](
-        query,
-        key,
-        weights,
-        rows.first,
-        rows.visible,
-        scores,
-        count,
-        scores.shape[-1],
-        known,
-        HEADS=group,
-        KEY_HEADS=key_heads,
-        SIZE=size,
-        SPAN=SPAN,
-        HEAD_BLOCK=max(16, power_of_2(group)),
-        SIZE_BLOCK=max(16, power_of_2(size)),
+        *(query, key, weights, *rows, scores, count, scores.shape[-1], known),
+        **{"HEADS": group, "KEY_HEADS": key_heads, "SIZE": size, "SPAN": SPAN},
+        **{"HEAD_BLOCK": tile_of(group), "SIZE_BLOCK": tile_of(size)},
         **tiles,
     )
 
 
 def tile_sizes(dtype: torch.dtype, heads: int) -> dict[str, int]:
     """Return the query rows (of ``heads`` heads each) and keys of a tile, and the launch options."""
-    head_block = max(16, power_of_2(heads))
+    head_block = tile_of(heads)
     if dtype == torch.float32:  # for tests: exact products are slow with any tile
         return {"QUERIES": max(1, 64 // head_block), "KEYS": 32, "num_warps": 4, "num_stages": 1}
     return {"QUERIES": max(1, 256 // head_block), "KEYS": 64, "num_warps": 4, "num_stages": 3}

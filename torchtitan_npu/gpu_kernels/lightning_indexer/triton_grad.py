@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.launch import part_of, power_of_2, uninitialized
+from torchtitan_npu.gpu_kernels.launch import part_of, power_of_2, tile_of, uninitialized
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows, count_of, keys_at, rows_of
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_segments import add_segments, segments_of
 
@@ -42,7 +42,7 @@ def of_operator(
     sparse_mode: int,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the operator returns, given its arguments and a function like :func:`gradients`."""
+    """Return the operator's results for its arguments, from a function like :func:`gradients`."""
     rows = rows_of(layout, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_key)
     return gradients(query, key, weights, sparse_indices, dy, rows)
 
@@ -71,23 +71,11 @@ def gradients(
     for start in range(0, tokens, step):
         part = (tokens, start, min(step, tokens - start))
         _gradients[(part[2], key_heads)](
-            part_of(q, *part),
-            k,
-            part_of(w, *part),
-            part_of(indices, *part),
-            part_of(dy, *part),
-            part_of(rows.first, *part),
-            part_of(rows.visible, *part),
-            part_of(d_query, *part),
-            contributions,
-            part_of(d_weights, *part),
-            TOP_K=top_k,
-            HEADS=heads // key_heads,
-            KEY_HEADS=key_heads,
-            SIZE=size,
-            SLOTS=power_of_2(top_k),
-            HEAD_BLOCK=max(16, power_of_2(heads // key_heads)),
-            SIZE_BLOCK=max(16, power_of_2(size)),
+            *(part_of(q, *part), k, part_of(w, *part), part_of(indices, *part), part_of(dy, *part)),
+            *(part_of(rows.first, *part), part_of(rows.visible, *part)),
+            *(part_of(d_query, *part), contributions, part_of(d_weights, *part)),
+            **{"TOP_K": top_k, "HEADS": heads // key_heads, "KEY_HEADS": key_heads, "SIZE": size},
+            **{"SLOTS": power_of_2(top_k), "HEAD_BLOCK": tile_of(heads // key_heads), "SIZE_BLOCK": tile_of(size)},
             IN_ORDER=in_order,
             **tile_sizes(query.dtype),
         )

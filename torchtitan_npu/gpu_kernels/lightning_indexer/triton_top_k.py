@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.device_math import ordered
-from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2, uninitialized
+from torchtitan_npu.gpu_kernels.launch import blocks_in, ordered, power_of_2, uninitialized
 from torchtitan_npu.gpu_kernels.registry import SEGMENT
 
 WARP_VALUES = 1024
@@ -22,7 +21,7 @@ def select_top_k(values: Tensor, held: Tensor, heads: int, entries: Tensor, best
     """Write the indices of each row's highest values to ``entries`` (rows · heads, count) int32, in order, then -1.
 
     ``values`` (rows · heads or more, width) float32; row r has ``held[r // heads]`` of them, ``held`` (rows,) int32, at
-    most ``most``. ``best``, if given, gets the values, then -inf. Among equal values the lower entry is preferred. A
+    most ``most``. ``best``, if any, gets the values, then -inf. Among equal values the lower entry is preferred. A
     NaN is above all values, as in ``torch.sort``. A row with no more than ``count`` values is taken entirely, read only
     for ``best``.
     """
@@ -123,14 +122,14 @@ def _select(
         # two ranks in one scan: above in the lower 16 bits, equal in the upper ones
         rank = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
         above_rank, equal_rank = rank & 0xFFFF, (rank >> 16) & 0xFFFF
-        wanted = COUNT - tl.sum(above.to(tl.int32), 0)
-        taken = above | (equal & (equal_rank <= wanted))
-        position = above_rank + tl.minimum(equal_rank, wanted) - 1
+        of_equal = COUNT - tl.sum(above.to(tl.int32), 0)
+        taken = above | (equal & (equal_rank <= of_equal))
+        position = above_rank + tl.minimum(equal_rank, of_equal) - 1
         tl.store(to_entries + position, entry, mask=taken)
         total = tl.minimum(count, COUNT)
-        rest = (slot >= total) & (slot < COUNT)
-        tl.store(to_entries + slot, tl.full((SLOTS,), -1, tl.int32), mask=rest)
+        unused = (slot >= total) & (slot < COUNT)
+        tl.store(to_entries + slot, tl.full((SLOTS,), -1, tl.int32), mask=unused)
         if to_best is not None:
             tl.store(to_best + position, value.to(to_best.dtype.element_ty), mask=taken)
             nothing = tl.full((SLOTS,), float("-inf"), tl.float32)
-            tl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=rest)
+            tl.store(to_best + slot, nothing.to(to_best.dtype.element_ty), mask=unused)

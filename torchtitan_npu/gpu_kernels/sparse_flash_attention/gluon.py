@@ -7,13 +7,13 @@ accumulates half ``w`` of the 512 columns of the output over all blocks. Both co
 of every block, and pass them on in shared memory, in the entry of the block's rope. The steps of a consumer for its
 block ``k``:
 
-1. Start the product of the queries with half ``w`` of the keys, its own half, which is refilled first.
+1. Start the product of the queries with half ``w`` of the keys, which is refilled first.
 2. Wait for the exponentials of block ``k - 1``, load them and start their product with the values.
 3. Start the product of the queries with the other half and with the rope.
 4. Compute the exponentials, publish them and add their product with the values.
 
 The softmax of one consumer overlaps with products 1 and 2 of the other. Half ``w`` of slot ``w`` is free after step 4,
-and the rest of the slot when the other consumer has done its step 2 for the next block.
+and the other half of the slot when the other consumer has done its step 2 for the next block.
 
 Each consumer's steps 2 to 4 wait for those of the other, which limits the speed. So threads exchange scores only if an
 origin moves (see :mod:`gluon_softmax`), and the product takes the exponentials from registers, which needs no fence.
@@ -345,8 +345,8 @@ def _consume(
         of_tile = (selected, bits, visible, without_gap, blocks, scale, used, used_other)
         total = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         origin = fill_per_thread(float("-inf"))
-        highest = fill_per_thread(float("-inf"))  # of the consumer's own blocks
-        added = fill_per_thread(0.0)  # exponentials of its own blocks
+        highest = fill_per_thread(float("-inf"))  # of the consumer's blocks
+        added = fill_per_thread(0.0)  # exponentials of these blocks
         rounded = gl.zeros([BLOCK_HEADS, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 
         mbarrier.wait(query_full, turn & 1)
@@ -428,13 +428,13 @@ def _attend_block(
     wide: gl.constexpr = total.type.layout
     # A zero that the compiler cannot know. Otherwise it keeps 80 descriptors of shared memory in registers, and spills.
     zero = (used + block // 2) >> 30
-    own = k.index(3 * W + zero)
+    half_keys = k.index(3 * W + zero)
     phase = (used + block // 2) & 1
 
     mbarrier.wait(own_full.index(W), phase)
     fence_async_shared()
     scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
-    scores = warpgroup_mma(q.index(W + zero), own.permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q.index(W + zero), half_keys.permute((1, 0)), scores, use_acc=False, is_async=True)
     at = block * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, narrow))
     if QUERIES > 1:
         bits = gl.load(chosen + at)  # long before they are needed
@@ -469,7 +469,7 @@ def _attend_block(
     factor = factor_between(origin, new_origin)
     added = added * factor + sum_by_thread(exponentials)
     weights_in_registers = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2), assert_trivial=True)
-    total = warpgroup_mma(weights_in_registers, own, total, is_async=True)
+    total = warpgroup_mma(weights_in_registers, half_keys, total, is_async=True)
     # a product with ones adds up the rounded exponentials, in less time than the threads would take
     weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
     rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), multiply_rows(rounded, factor), is_async=True)

@@ -1,7 +1,7 @@
 """The gradient of attention over selected keys on Hopper GPUs, with a persistent kernel in Gluon.
 
-It computes all gradients, given the dot products of ``d_out`` and ``out``. With deterministic algorithms it stores the
-contributions of each row to its keys, and a Triton kernel adds them in a fixed order.
+Its inputs include the dot products of ``d_out`` and ``out``. With deterministic algorithms it stores contributions of
+each row to its keys, and a Triton kernel adds them in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_query_blocks impor
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_segments import add_segments
 
 
-def npu_sparse_flash_attention_grad(*inputs: Any, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def npu_sparse_flash_attention_grad(*inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients as the reference does.
 
     Takes what the Gluon forward pass takes, with a top-k that is a multiple of 64, and no ``value``.
     """
-    return HopperBackward(*inputs, **others).run()
+    return HopperBackward(*inputs, **keywords).run()
 
 
 class HopperBackward(Backward):
     """A backward pass whose rows may be blocks of neighbouring queries."""
 
-    def __init__(self, *inputs: Any, **others: Any):
-        super().__init__(*inputs, **others)
+    def __init__(self, *inputs: Any, **keywords: Any):
+        super().__init__(*inputs, **keywords)
         assert self.query_ropes is not None and self.key_rope is not None
         self.queries, self.query_ropes = aligned(self.queries), aligned(self.query_ropes)
         self.key, self.key_rope, self.d_outs = aligned(self.key), aligned(self.key_rope), aligned(self.d_outs)
@@ -52,7 +52,7 @@ class HopperBackward(Backward):
         return min(rows, max(1, self.workspace() // per_row)) if per_row else rows
 
     def contributions_per_row(self) -> int:
-        """Return the elements of a row's contributions to its keys. Each tile of heads has its own."""
+        """Return the elements of a row's contributions to its keys. Each tile of heads adds some."""
         return self.head_tiles * super().contributions_per_row()
 
     def allocate(self, rows: int) -> None:

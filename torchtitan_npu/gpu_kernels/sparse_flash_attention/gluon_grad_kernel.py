@@ -18,7 +18,7 @@ delivers both operands of most products. Additions have the full rate if a warp 
 
 A fence also waits for the additions of its thread. So the third warp group, which adds nothing, fences the keys that it
 copied. Triton synchronizes a warp group before and after it arrives at a barrier, and between two accesses to one
-allocation. So there are few arrivals, and each barrier has its own allocation.
+allocation. So there are few arrivals, and each barrier has an allocation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from torchtitan_npu.gpu_kernels.sparse_flash_attention.gluon_tiles import (
 )
 
 FIRST_PIECES = gl.constexpr(4)
-"""Consumer 0 adds these pieces of the keys' gradients. Consumer 1 adds the others and the ropes."""
+"""Consumer 0 adds these pieces of the keys' gradients. Consumer 1 adds the remaining ones and the ropes."""
 REGISTERS = {"CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
 """Registers per thread of consumer 0 and of the producer. Consumer 1 has the remaining ones."""
 
@@ -212,7 +212,7 @@ def _produce(
             real = first_head + in_block < GROUP
             if active is not None:
                 # Queries without keys, such as padding, may be NaN, which times a weight of 0 would be added to the
-                # keys of the others.
+                # keys of other queries.
                 of_block = (first_head + in_block) // (GROUP // QUERIES)
                 real = real & ((gl.load(active + first_row + row) >> of_block & 1) != 0)
             real = real[:, None]
@@ -441,17 +441,7 @@ def _targets(of_keys, entry, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_OR
 
 @gluon.jit
 def _add_pieces(
-    shared,
-    bars,
-    zero,
-    block,
-    blocks,
-    d_key,
-    to,
-    is_key,
-    START: gl.constexpr,
-    END: gl.constexpr,
-    IN_ORDER: gl.constexpr,
+    shared, bars, zero, block, blocks, d_key, to, is_key, START: gl.constexpr, END: gl.constexpr, IN_ORDER: gl.constexpr
 ):
     """Multiply and add pieces of the gradients of a block's keys.
 

@@ -6,7 +6,7 @@ rarely moves after a row's first block. Each block's exponentials are computed r
 highest score is known. A warp in which an origin moves computes them again.
 
 In an accumulator, four threads share a head, and each has two of every eight adjacent columns. A vector of heads is
-therefore (heads, 4): the origin four times, or each thread's own maximum or sum.
+therefore (heads, 4): the origin four times, or the maximum or sum of each thread.
 
 Code that runs only if an origin of the warp moves is inline assembly. A branch in Gluon would need all four warps to
 agree, which takes longer than multiplying a total by 1. All threads of a warp must reach the assembly together, because

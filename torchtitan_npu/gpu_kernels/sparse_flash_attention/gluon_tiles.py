@@ -47,23 +47,14 @@ def count_entries(sparse_indices: Tensor, rows: Rows) -> Tensor:
     count = rows.first.numel() * key_heads
     entries = torch.empty(2, count, dtype=torch.int32, device=sparse_indices.device)
     _count_entries[(count,)](
-        *(sparse_indices, rows.visible, entries, count),
-        KEY_HEADS=key_heads,
-        TOP_K=top_k,
-        BLOCK_TOP_K=power_of_2(top_k),
+        *(sparse_indices, rows.visible, entries, count), KEY_HEADS=key_heads, TOP_K=top_k, BLOCK_TOP_K=power_of_2(top_k)
     )
     return entries
 
 
 @triton.jit
 def _count_entries(
-    indices,
-    visible_keys,
-    entries,
-    rows,
-    KEY_HEADS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+    indices, visible_keys, entries, rows, KEY_HEADS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_TOP_K: tl.constexpr
 ):
     """Write the number of entries up to a row's last key, and the number before its first entry without a key."""
     row = tl.program_id(0)
@@ -100,7 +91,7 @@ def new_tile_queue():
 
 @gluon.jit
 def take_tile(counter):
-    """Return the next tile that no program has. The first tiles are the programs' own."""
+    """Return the next tile that no program has. Each program begins with the tile of its number."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
@@ -124,15 +115,7 @@ def get_tile(queue, turn):
 
 
 @gluon.jit
-def tile_of_heads(
-    tile,
-    entries,
-    first_row,
-    rows,
-    tokens,
-    GROUP: gl.constexpr,
-    KEY_HEADS: gl.constexpr,
-):
+def tile_of_heads(tile, entries, first_row, rows, tokens, GROUP: gl.constexpr, KEY_HEADS: gl.constexpr):
     """Return the row of a tile of 64 heads in the chunk, its key head, its first head in the group, and its entries.
 
     The entries are those before the first one without a key, and the number of blocks up to the last key. The last rows

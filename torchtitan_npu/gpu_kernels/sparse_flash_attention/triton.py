@@ -157,9 +157,9 @@ def _score(
     of_chunk = (in_chunk * KEY_HEADS + key_head) * GROUP + in_group
     of_block = of_chunk * ((TOP_K + BLOCK_KEYS - 1) // BLOCK_KEYS) + first_entry // BLOCK_KEYS
     slots = of_chunk[:, None] * TOP_K + entries[None, :]
-    kept = real[:, None]
+    in_slots = real[:, None]
     if TOP_K % BLOCK_KEYS:
-        kept = kept & (entries < TOP_K)[None, :]
+        in_slots = in_slots & (entries < TOP_K)[None, :]
     if tl.max(there.to(tl.int32)) == 0:
         tl.store(block_max + of_block, tl.full((BLOCK_HEADS,), float("-inf"), tl.float32), mask=real)
         tl.store(block_sum + of_block, tl.zeros((BLOCK_HEADS,), tl.float32), mask=real)
@@ -168,7 +168,7 @@ def _score(
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
         if first_entry < count:  # keys follow in later blocks
             zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), weights.dtype.element_ty)
-            tl.store(weights + slots, zeros, mask=kept)
+            tl.store(weights + slots, zeros, mask=in_slots)
         return
     head = (key_head * GROUP + in_group).to(tl.int64)  # 64 bits: times a stride it may be large
 
@@ -190,7 +190,7 @@ def _score(
     tl.store(block_max + of_block, highest, mask=real)
     tl.store(block_sum + of_block, tl.sum(exponentials, 1), mask=real)
     rounded = exponentials.to(weights.dtype.element_ty)
-    tl.store(weights + slots, rounded, mask=kept)
+    tl.store(weights + slots, rounded, mask=in_slots)
     tl.store(block_sum_rounded + of_block, tl.sum(rounded.to(tl.float32), 1), mask=real)
 
 

@@ -41,13 +41,13 @@ KEYS = {"BLOCK_KEYS": 64, "BLOCK_COLUMNS": 128, "num_warps": 4, "num_stages": 1}
 """Launch options of the kernels, the fastest on an H200. BLOCK_KEYS of QUERIES divides that of SCORES."""
 
 
-def npu_sparse_flash_attention_grad(*inputs: Any, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def npu_sparse_flash_attention_grad(*inputs: Any, **keywords: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients as the reference does.
 
     Atomic additions sum the gradients of the keys in float32, in any order; with torch's deterministic algorithms the
     order is fixed.
     """
-    return Backward(*inputs, **others).run()
+    return Backward(*inputs, **keywords).run()
 
 
 class Backward:
@@ -153,16 +153,6 @@ class Backward:
 
     def process(self, start: int, count: int, d_out: Tensor) -> None:
         """Compute the gradients of a chunk of rows."""
-        self.differentiate(start, count, d_out)
-        self.add_to_queries(start, count)
-        self.add_to_keys(start, count, d_out)
-
-    def gradient_of_keys(self, total: Tensor) -> Tensor:
-        """Return the gradient of keys or values, given its sum in float32."""
-        return total.to(self.key.dtype)
-
-    def differentiate(self, start: int, count: int, d_out: Tensor) -> None:
-        """Write ``weights`` and ``d_scores``."""
         _differentiate[score_grid(count, self.shape, SCORES)](
             *(self.queries, self.query_ropes, self.key, self.key_rope, self.value, *self.entries),
             *(d_out, self.d_out_out, self.softmax_max, self.softmax_sum, self.weights, self.d_scores),
@@ -171,8 +161,6 @@ class Backward:
             **score_blocks(self.shape),
             **SCORES,
         )
-
-    def add_to_queries(self, start: int, count: int) -> None:
         # With few stages, two programs of up to 64 heads fit on a multiprocessor: 1.7 instead of 1.9 ms on full rows.
         options = QUERIES if self.shape["GROUP"] > 64 else QUERIES | {"num_stages": 2}
         for of_key, gradient in ((self.key, self.d_query), (self.key_rope, self.d_query_rope)):
@@ -181,6 +169,11 @@ class Backward:
                 _add_to_queries[grid](
                     *(self.d_scores, of_key, *self.entries, gradient, start, count), **self.products, **config
                 )
+        self.add_to_keys(start, count, d_out)
+
+    def gradient_of_keys(self, total: Tensor) -> Tensor:
+        """Return the gradient of keys or values from its sum in float32."""
+        return total.to(self.key.dtype)
 
     def add_to_keys(self, start: int, count: int, d_out: Tensor) -> None:
         here = slice(start, start + count)
@@ -214,7 +207,7 @@ class Backward:
 
 
 def contribution_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the contributions that deterministic sums read, given that of the queries.
+    """Return the dtype of the contributions that deterministic sums read, for queries of ``dtype``.
 
     A contribution sums products with a softmax that is rounded to bfloat16, and gets one more rounding of that size.
     float16 could overflow.
@@ -296,15 +289,15 @@ def _differentiate(
     of_rope = (row * KEY_HEADS * GROUP + head) * ROPE
     of_chunk = in_chunk * KEY_HEADS * GROUP + head
     slots = of_chunk[:, None] * TOP_K + entries[None, :]
-    kept = real[:, None]
+    in_slots = real[:, None]
     if TOP_K % BLOCK_KEYS:
-        kept = kept & (entries < TOP_K)[None, :]
+        in_slots = in_slots & (entries < TOP_K)[None, :]
     if tl.max(there.to(tl.int32)) == 0:
         indices += (row * KEY_HEADS + key_head) * TOP_K
         count = count_of(indices, tl.load(visible_keys + row), TOP_K, BLOCK_TOP_K)
         if first_entry < count:  # keys follow in later blocks
             zeros = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), d_scores.dtype.element_ty)
-            tl.store(d_scores + slots, zeros, mask=kept)
+            tl.store(d_scores + slots, zeros, mask=in_slots)
         return
 
     scores = tl.zeros((BLOCK_HEADS, BLOCK_KEYS), tl.float32)
@@ -327,8 +320,8 @@ def _differentiate(
     delta = tl.load(d_out_out + of_chunk, mask=real, other=0.0)
     p = tl.where(there[None, :], tl.exp2(scores * scale_2 - highest[:, None]) / total[:, None], 0.0)
     ds = p * (dp - delta[:, None]) * scale
-    tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=kept)
-    tl.store(d_scores + slots, ds.to(d_scores.dtype.element_ty), mask=kept)
+    tl.store(weights + slots, p.to(weights.dtype.element_ty), mask=in_slots)
+    tl.store(d_scores + slots, ds.to(d_scores.dtype.element_ty), mask=in_slots)
 
 
 @triton.jit

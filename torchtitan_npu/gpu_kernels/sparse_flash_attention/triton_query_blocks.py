@@ -41,7 +41,7 @@ class Selection(NamedTuple):
     rows: Rows
     """The keys that each row of ``keys`` may attend to. A list of a block has indices into all keys."""
     counts: Tensor
-    """Entries up to the last key, and those before the first entry without one: (2, rows)."""
+    """Per row: entries up to the last valid key, and leading valid entries, (2, rows)."""
     chosen: Tensor | None
     """If bit i is set, query i of the block selected the key: (blocks, entries) int8. Read for blocks only."""
     active: Tensor | None
@@ -70,12 +70,7 @@ def queries_per_block(heads: int, tokens: int, queries: int, keys: int, top_k: i
 
 
 def select(
-    sparse_indices: Tensor,
-    rows: Rows,
-    key: Tensor,
-    heads: int,
-    tokens: int,
-    document: tuple[int, int, bool],
+    sparse_indices: Tensor, rows: Rows, key: Tensor, heads: int, tokens: int, document: tuple[int, int, bool]
 ) -> Selection:
     """Return the keys of each query, or of blocks of queries if these are faster and there is one key head.
 
@@ -84,18 +79,11 @@ def select(
     """
     key_heads, top_k = sparse_indices.shape[-2:]
     queries, keys, causal = document
-    block = 1
-    if key_heads == 1:
-        block = queries_per_block(heads, tokens, queries, keys, top_k, causal)
+    block = queries_per_block(heads, tokens, queries, keys, top_k, causal) if key_heads == 1 else 1
     if block == 1:
-        return of_each_query(sparse_indices, rows)
+        counts = count_entries(sparse_indices, rows)
+        return Selection(1, sparse_indices, rows, counts, chosen=counts, active=None)
     return unite(sparse_indices, rows, block, key.shape[-3], key.numel() // key.shape[-1])
-
-
-def of_each_query(sparse_indices: Tensor, rows: Rows) -> Selection:
-    """Return the selection without blocks."""
-    counts = count_entries(sparse_indices, rows)
-    return Selection(1, sparse_indices, rows, counts, chosen=counts, active=None)
 
 
 def unite(sparse_indices: Tensor, rows: Rows, queries: int, sequence: int, keys: int) -> Selection:
@@ -141,7 +129,7 @@ def _unite(
 ):
     """Write the keys that the queries of each block selected, ascending, and which queries selected each.
 
-    A program marks the keys of one block after the other in its own ``marks``, a byte per key.
+    A program marks the keys of one block after the other in a part of ``marks``, a byte per key.
     """
     in_block = tl.arange(0, QUERIES)
     at = tl.arange(0, BLOCK)

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2
+from torchtitan_npu.gpu_kernels.launch import blocks_in, tile_of
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import Rows, keys_at
 
 ENTRIES = 1024
 """Entries of the selections per program."""
 AT_ONCE = 8
-"""Contributions to a key in flight from memory at once; each has its own partial sum."""
+"""Contributions to a key in flight from memory at once; each has a partial sum."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def add_segments(contributions: Tensor, segments: Segments, target: Tensor) -> N
     Entries without a key are not read.
     """
     width = target.shape[-1]
-    block = min(512, max(16, power_of_2(width)))
+    block = min(512, tile_of(width))
     _add_segments[(len(segments.ends), blocks_in(width, block))](
         contributions, segments.order, segments.ends, target, WIDTH=width, BLOCK=block, AT_ONCE=AT_ONCE
     )

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2
+from torchtitan_npu.gpu_kernels.launch import blocks_in, power_of_2, tile_of
 from torchtitan_npu.gpu_kernels.sparse_flash_attention.triton_rows import count_of, keys_at
 
 WORKSPACE = 2**29
@@ -40,8 +40,8 @@ def shape_of(query: Tensor, query_rope: Tensor | None, key_heads: int, top_k: in
 
 def score_blocks(shape: dict[str, int]) -> dict[str, int]:
     return {
-        "BLOCK_HEADS": min(128, max(16, power_of_2(shape["GROUP"]))),
-        "BLOCK_ROPE": max(16, power_of_2(shape["ROPE"])),
+        "BLOCK_HEADS": min(128, tile_of(shape["GROUP"])),
+        "BLOCK_ROPE": tile_of(shape["ROPE"]),
         "BLOCK_TOP_K": power_of_2(shape["TOP_K"]),
     }
 
@@ -56,7 +56,7 @@ def product_shape(shape: dict[str, int]) -> dict[str, int]:
     return {
         **{name: shape[name] for name in ("GROUP", "KEY_HEADS", "TOP_K")},
         "BLOCK_TOP_K": power_of_2(shape["TOP_K"]),
-        "BLOCK_GROUP": max(16, power_of_2(shape["GROUP"])),
+        "BLOCK_GROUP": tile_of(shape["GROUP"]),
     }
 
 
@@ -66,7 +66,7 @@ def blocks_of(tensor: Tensor, rows: int, config: dict[str, int]) -> tuple[dict[s
     The grid has a program for each row and block of columns.
     """
     width = tensor.shape[-1]
-    block = min(config["BLOCK_COLUMNS"], max(16, power_of_2(width)))
+    block = min(config["BLOCK_COLUMNS"], tile_of(width))
     return config | {"WIDTH": width, "BLOCK_COLUMNS": block}, (rows * blocks_in(width, block),)
 
 

@@ -1,4 +1,4 @@
-"""Run Triton's interpreter on tensors between memory pages that cannot be accessed.
+"""Triton's interpreter, quicker and on tensors between memory pages that cannot be accessed.
 
 A kernel that reads or writes beyond a tensor then ends the process. On a GPU, compute-sanitizer finds such an access.
 """
@@ -6,6 +6,7 @@ A kernel that reads or writes beyond a tensor then ends the process. On a GPU, c
 from __future__ import annotations
 
 import ctypes
+import inspect
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor
 
 PAGE = mmap.PAGESIZE
@@ -34,10 +37,10 @@ def forbidden_pages() -> Iterator[None]:
         def copied(arg: Any) -> Any:
             if not isinstance(arg, Tensor) or not arg.numel():
                 return arg
-            place = arg.data_ptr(), extent(arg)  # one tensor may be passed for two arguments
-            if place not in copies:
-                copies[place] = arg, copy_of(arg)
-            return copies[place][1].view(arg.dtype).as_strided(arg.shape, arg.stride())
+            memory = arg.data_ptr(), extent(arg)  # one tensor may be passed for two arguments
+            if memory not in copies:
+                copies[memory] = arg, copy_of(arg)
+            return copies[memory][1].view(arg.dtype).as_strided(arg.shape, arg.stride())
 
         launch(executor, *map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
         for arg, copy in copies.values():
@@ -65,3 +68,40 @@ def copy_of(tensor: Tensor) -> Tensor:
         if libc.mprotect(start + page * PAGE, PAGE, NOTHING):
             raise OSError("mprotect failed")
     return copy
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Prepare ``triton.language`` once per launch, and store the NumPy dtypes: half of the time of a small kernel.
+
+    Otherwise each call of a function replaces the functions of ``triton.language`` again, and each operation builds the
+    table of NumPy dtypes.
+    """
+    replace, launch, np_dtype = interpreter._patch_lang, GridExecutor.__call__, interpreter._get_np_dtype
+    done: set[Any] = set()
+    known: dict[str, Any] = {}
+
+    def replace_once(fn: Any) -> Any:
+        modules = {value for value in fn.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)}
+        if modules and modules <= done:
+            return interpreter._LangPatchScope()
+        done.update(modules)
+        return replace(fn)
+
+    def launch_afresh(executor: Any, *args: Any, **kwargs: Any) -> None:
+        done.clear()
+        launch(executor, *args, **kwargs)
+
+    def known_np_dtype(of: Any) -> Any:
+        of = of.element_ty if isinstance(of, tl.block_type) else of
+        name = "pointer" if isinstance(of, tl.pointer_type) else of.name
+        if name not in known:
+            known[name] = np_dtype(of)
+        return known[name]
+
+    with (
+        patch.object(interpreter, "_patch_lang", replace_once),
+        patch.object(GridExecutor, "__call__", launch_afresh),
+        patch.object(interpreter, "_get_np_dtype", known_np_dtype),
+    ):
+        yield
