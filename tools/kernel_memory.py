@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Report the shared memory of each Triton kernel on GPUs of given compute capabilities.
+"""Report the shared memory of each Triton kernel on GPUs of some compute capabilities.
 
     python tools/kernel_memory.py 80 89 90
     python tools/kernel_memory.py 90 --gluon   # registers and spills of the kernels for Hopper
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 from contextlib import redirect_stdout
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,12 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from torchtitan_npu.gpu_kernels import grouped_matmul as grouped_matmul
-from torchtitan_npu.gpu_kernels import moe_gating as moe_gating
-from torchtitan_npu.gpu_kernels import moe_permute as moe_permute
-from torchtitan_npu.gpu_kernels import rms_norm as rms_norm
-from torchtitan_npu.gpu_kernels import rotary_mul as rotary
-from torchtitan_npu.gpu_kernels import swiglu as swiglu
+from torchtitan_npu.gpu_kernels import grouped_matmul, moe_gating, moe_permute, rms_norm, rotary_mul, swiglu
 from torchtitan_npu.gpu_kernels.indexer_kl_loss import gluon as indexer_kl_loss_gluon
 from torchtitan_npu.gpu_kernels.indexer_kl_loss import triton as lightning_indexer_kl_loss
 from torchtitan_npu.gpu_kernels.lightning_indexer import gluon as lightning_indexer_gluon
@@ -52,7 +48,7 @@ class Compiler:
         self.shared: dict[str, int] = {}
         self.assembly: dict[str, str] = {}
         self.reports: dict[str, str] = {}
-        """What ptxas says of each kernel: registers, spills, and waits that it adds."""
+        """ptxas' report of each kernel: registers, spills, and waits that it adds."""
 
     def install(self) -> None:
         knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
@@ -100,35 +96,16 @@ def attention_inputs(heads: int = HEADS, queries: int = 2, keys: int = 2) -> tup
     return *(zeros(1, *size) for size in sizes), torch.zeros(1, queries, 1, TOP_K, dtype=torch.int32)
 
 
-def loss_arguments(
-    query: Tensor,
-    key: Tensor,
-    query_rope: Tensor,
-    key_rope: Tensor,
-    indices: Tensor,
-    highest: Tensor,
-    total: Tensor,
-) -> dict[str, Any]:
-    """Return the arguments of the indexer's loss for two tokens."""
+def loss_arguments(attention: tuple[Tensor, ...], statistics: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Return the arguments of the indexer's loss for two tokens, with those of the attention and its statistics."""
+    names = ("query", "key", "query_rope", "key_rope", "sparse_indices", "softmax_max", "softmax_sum")
     return {
-        "query": query,
-        "key": key,
+        **dict(zip(names, (*attention, *statistics), strict=True)),
         "query_index": zeros(1, 2, INDEX_HEADS, INDEX_SIZE),
         "key_index": zeros(1, 2, 1, INDEX_SIZE),
         "weights": zeros(1, 2, INDEX_HEADS),
-        "sparse_indices": indices,
-        "softmax_max": highest,
-        "softmax_sum": total,
-        "scale_value": 0.1,
-        "query_rope": query_rope,
-        "key_rope": key_rope,
-        "actual_seq_qlen": None,
-        "actual_seq_klen": None,
-        "layout": "BSND",
-        "sparse_mode": 3,
-        "pre_tokens": 0,
-        "next_tokens": 0,
-        "sinks": None,
+        **dict.fromkeys(("actual_seq_qlen", "actual_seq_klen", "sinks")),
+        **{"scale_value": 0.1, "layout": "BSND", "sparse_mode": 3, "pre_tokens": 0, "next_tokens": 0},
     }
 
 
@@ -138,50 +115,43 @@ def indexer_arguments(keys: int) -> dict[str, Any]:
         "query": zeros(1, 16, INDEX_HEADS, INDEX_SIZE),
         "key": zeros(1, keys, 1, INDEX_SIZE),
         "weights": zeros(1, 16, INDEX_HEADS),
-        "actual_seq_lengths_query": None,
-        "actual_seq_lengths_key": None,
-        "layout_query": "BSND",
-        "sparse_count": TOP_K,
-        "sparse_mode": 3,
-        "return_value": False,
+        **dict.fromkeys(("actual_seq_lengths_query", "actual_seq_lengths_key")),
+        **{"layout_query": "BSND", "sparse_count": TOP_K, "sparse_mode": 3, "return_value": False},
     }
 
 
-def call_gluon_attention(
-    query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, indices: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Call both passes and return the softmax statistics."""
-    out, highest, total = sparse_flash_attention_gluon.npu_sparse_flash_attention(
-        query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
+def call_attention(forward: ModuleType, backward: ModuleType, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Call both passes, the backward pass also with deterministic sums, and return the softmax statistics."""
+    query, key, query_rope, key_rope, indices = inputs
+    ropes = (query_rope, key_rope)
+    out, highest, total = forward.npu_sparse_flash_attention(
+        query, key, None, indices, 0.1, None, None, *ropes, "BSND", 3, True
     )
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
-        sparse_flash_attention_gluon_grad.npu_sparse_flash_attention_grad(
-            query, key, None, indices, out, out, highest, total, 0.1, query_rope, key_rope, None, None, "BSND", 3
+        backward.npu_sparse_flash_attention_grad(
+            query, key, None, indices, out, out, highest, total, 0.1, *ropes, None, None, "BSND", 3
         )
     torch.use_deterministic_algorithms(False)
     return highest, total
 
 
 def call_gluon() -> None:
+    kernels = sparse_flash_attention_gluon, sparse_flash_attention_gluon_grad
     # few heads, as on a rank of tensor parallel 8, for which several queries are a block
-    call_gluon_attention(*attention_inputs(heads=16, queries=8, keys=TOP_K))
-    query, key, query_rope, key_rope, indices = attention_inputs()
-    highest, total = call_gluon_attention(query, key, query_rope, key_rope, indices)
-    indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(
-        **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
-    )
+    call_attention(*kernels, attention_inputs(heads=16, queries=8, keys=TOP_K))
+    inputs = attention_inputs()
+    statistics = call_attention(*kernels, inputs)
+    indexer_kl_loss_gluon.npu_sparse_lightning_indexer_grad_kl_loss(**loss_arguments(inputs, statistics))
     lightning_indexer_gluon.npu_lightning_indexer(**indexer_arguments(4096))
     lightning_indexer_gluon_grad.npu_lightning_indexer_grad(
         query=zeros(1, 2, INDEX_HEADS, INDEX_SIZE),
         key=zeros(1, 2 * TOP_K, 1, INDEX_SIZE),  # more than are selected, so that shared keys are put first
-        dy=torch.zeros_like(indices, dtype=torch.float32),
-        sparse_indices=indices,
+        dy=torch.zeros_like(inputs[4], dtype=torch.float32),
+        sparse_indices=inputs[4],
         weights=zeros(1, 2, INDEX_HEADS),
-        actual_seq_lengths_query=None,
-        actual_seq_lengths_key=None,
-        layout="BSND",
-        sparse_mode=3,
+        **dict.fromkeys(("actual_seq_lengths_query", "actual_seq_lengths_key")),
+        **{"layout": "BSND", "sparse_mode": 3},
     )
 
 
@@ -200,32 +170,24 @@ def reads_before_warp_groups(assembly: str) -> bool:
     return "ld.shared" in before or "ldmatrix" in before
 
 
-def call_attention() -> None:
-    query, key, query_rope, key_rope, indices = attention_inputs()
-    out, highest, total = sparse_flash_attention.npu_sparse_flash_attention(
-        query, key, None, indices, 0.1, None, None, query_rope, key_rope, "BSND", 3, True
-    )
+def call_triton() -> None:
+    inputs = attention_inputs()
+    statistics = call_attention(sparse_flash_attention, sparse_flash_attention_grad, inputs)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
-        rest: tuple[Any, ...] = (0.1, query_rope, key_rope, None, None, "BSND", 3)
-        sparse_flash_attention_grad.npu_sparse_flash_attention_grad(
-            query, key, None, indices, out, out, highest, total, *rest
-        )
-        lightning_indexer_kl_loss.npu_sparse_lightning_indexer_grad_kl_loss(
-            **loss_arguments(query, key, query_rope, key_rope, indices, highest, total)
-        )
+        lightning_indexer_kl_loss.npu_sparse_lightning_indexer_grad_kl_loss(**loss_arguments(inputs, statistics))
     for keys in (4096, 131072):
         lightning_indexer.npu_lightning_indexer(**indexer_arguments(keys))
 
 
-def call_others(norm_width: int) -> None:
+def call_basic(norm_width: int) -> None:
     x, gamma = zeros(256, norm_width), zeros(norm_width)
     _, rstd = rms_norm.npu_rms_norm(x, gamma, 1e-6)
     rms_norm.npu_rms_norm_backward(x, x, gamma, rstd)
     x, angles = zeros(1, 8, HEADS, ROPE), zeros(1, 8, 1, ROPE)
     for mode in ("half", "interleave"):
-        rotary.npu_rotary_mul(x, angles, angles, mode)
-        rotary.npu_rotary_mul_backward(x, x, angles, angles, mode)
+        rotary_mul.npu_rotary_mul(x, angles, angles, mode)
+        rotary_mul.npu_rotary_mul_backward(x, x, angles, angles, mode)
     swiglu.npu_swiglu(zeros(16, 2 * EXPERT_HIDDEN), -1)
     swiglu.npu_swiglu_backward(zeros(16, EXPERT_HIDDEN), zeros(16, 2 * EXPERT_HIDDEN), -1)
     logits = torch.zeros(4, 256)
@@ -234,9 +196,9 @@ def call_others(norm_width: int) -> None:
     )
     moe_gating.npu_moe_gating_top_k_backward(scores, y, experts, 0, 1, 2.5, 1e-20)
     tokens, probs = zeros(4, HIDDEN), zeros(4, 8)
-    permuted, places = moe_permute.npu_moe_token_permute(tokens, torch.zeros(4, 8, dtype=torch.int64), None)
-    moe_permute.npu_moe_token_unpermute(permuted, places, probs)
-    moe_permute.npu_moe_token_unpermute_grad_v2(tokens, places, 32, torch.bfloat16, probs, permuted)
+    permuted, positions = moe_permute.npu_moe_token_permute(tokens, torch.zeros(4, 8, dtype=torch.int64), None)
+    moe_permute.npu_moe_token_unpermute(permuted, positions, probs)
+    moe_permute.npu_moe_token_unpermute_grad_v2(tokens, positions, 32, torch.bfloat16, probs, permuted)
     ends, config = torch.tensor([128, 256], dtype=torch.int32), grouped_matmul.CONFIG
     x, weight = zeros(256, HIDDEN), zeros(2, HIDDEN, EXPERT_HIDDEN)
     for one in (weight, weight.mT.contiguous().mT):
@@ -262,9 +224,9 @@ def main() -> None:
         if options.gluon:
             call_gluon()
         else:
-            call_others(options.norm_width)
+            call_basic(options.norm_width)
             if not options.without_attention:
-                call_attention()
+                call_triton()
         limit = SHARED_MEMORY[capability]
         print(f"compute capability {capability / 10}, {limit} bytes")
         for name, size in sorted(compiler.shared.items(), key=lambda item: -item[1]):

@@ -68,7 +68,7 @@ def test_squares_by_group_of_parameters() -> None:
     ones = torch.ones(3)
     names = ("layers.0.attention.wo.weight", "layers.0.attention.indexer.wk.weight", "layers.1.moe.experts.w1")
     gradients = {name: ones * (index + 1) for index, name in enumerate((*names, "output.weight"))}
-    rest = "embedding, output and norms"
-    assert bench.squares(MODEL, gradients) == {"attention": 3, "indexer": 12, "experts": 27, rest: 48}
+    other_parameters = "embedding, output and norms"
+    assert bench.squares(MODEL, gradients) == {"attention": 3, "indexer": 12, "experts": 27, other_parameters: 48}
     minus = dict.fromkeys(gradients, ones)
-    assert bench.squares(MODEL, gradients, minus) == {"attention": 0, "indexer": 3, "experts": 12, rest: 27}
+    assert bench.squares(MODEL, gradients, minus) == {"attention": 0, "indexer": 3, "experts": 12, other_parameters: 27}

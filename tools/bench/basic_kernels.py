@@ -69,7 +69,7 @@ def both_passes(
     """Yield the rows of the forward and of the backward pass.
 
     Args:
-        inputs: the tensors whose gradients the backward pass computes, given ``dy``, the gradient of the output.
+        inputs: the tensors whose gradients the backward pass computes from ``dy``, the gradient of the output.
         limits: milliseconds that the hardware needs at least for each pass.
         worst: the largest error, see :func:`harness.op_row`.
         backwards: the forward passes whose backward passes are measured, if they are not ``runs``.

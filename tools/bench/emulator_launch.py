@@ -8,8 +8,6 @@ emulator's operators and handles: that is torch_npu's path, with the allocation 
 kernels, Python kernels that do nothing, and the emulator's kernels. What the second and third add is the cost of a
 launch; what the last adds is the kernel: torch's CPU operators and the Python function that calls them. Times are in
 microseconds, the least of all rounds: whatever else runs on the machine only adds to them.
-
-A large matmul is compared with torch's on the CPU, in one process.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ HANDLES = ("Tensor", "Scalar", "TensorList", "ScalarList", "IntArray", "FloatArr
 REPETITIONS = 200
 CALLS = 20
 """Calls of a repetition: fewer than the scheduler's time slice allows, so that some repetitions are not interrupted."""
-SIZE = 2048
-"""Rows and columns of the matrices of the large matmul, float32."""
 
 
 def operators() -> dict[str, Callable[[], Any]]:
@@ -70,7 +66,7 @@ def least_time(function: Callable[[], Any]) -> float:
 
 
 def measure(mode: str) -> dict[str, float]:
-    """Return the microseconds of each call in this process, and those of the large matmul on both devices."""
+    """Return the microseconds of each call in this process."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     calls = operators()
@@ -80,21 +76,7 @@ def measure(mode: str) -> dict[str, float]:
         from torchtitan_npu.emulator.kernels.registry import KERNELS
 
         KERNELS.update(dict.fromkeys(KERNELS, lambda *arguments: None))
-    return {name: least_time(call) for name, call in calls.items()} | (large_matmul() if mode == "kernels" else {})
-
-
-def large_matmul() -> dict[str, float]:
-    """Return the microseconds of a large matmul on the CPU and on the emulated NPU. They take turns."""
-    left, right = (torch.randn(SIZE, SIZE) for _ in range(2))
-    matrices = {device: (left.to(device), right.to(device)) for device in ("cpu", "npu")}
-    times: dict[str, list[float]] = {device: [] for device in matrices}
-    for _ in range(4):
-        for device, pair in matrices.items():
-            began = time.perf_counter()
-            torch.mm(*pair)
-            torch.accelerator.synchronize()
-            times[device].append((time.perf_counter() - began) * 1e6)
-    return {f"matmul {device}": min(found) for device, found in times.items()}
+    return {name: least_time(call) for name, call in calls.items()}
 
 
 def make_empty_operators(folder: Path) -> None:
@@ -149,9 +131,6 @@ def main() -> None:
         empty, null, nothing, kernels = (found[mode][name] for mode in MODES)
         numbers = (empty, null - empty, nothing - null, nothing - empty, kernels - nothing, kernels)
         print(f"| `{name}` | " + " | ".join(f"{number:.1f}" for number in numbers) + " |")
-    cpu, npu = (found["kernels"][f"matmul {device}"] for device in ("cpu", "npu"))
-    times = f"{cpu / 1000:.1f} ms on the cpu, {npu / 1000:.1f} ms on the npu, ratio {npu / cpu:.3f}"
-    print(f"\n`torch.mm` of {SIZE} × {SIZE} matrices: {times}")
     print(f"\n*{machine('cpu')}, one thread*")
 
 

@@ -112,11 +112,11 @@ def tensor(mesh: DeviceMesh, shape: tuple[int, ...], placement: Any) -> DTensor:
     )
 
 
-def traffic(case: Callable[[DeviceMesh], None], ours: bool) -> str:
-    """Return the collectives of ``case`` and the MiB sent per rank, by our strategies or by those that DTensor has."""
+def traffic(case: Callable[[DeviceMesh], None], enabled: bool) -> str:
+    """Return the collectives of ``case`` and the MiB sent per rank, by our strategies if ``enabled``."""
     with fake_ranks(RANKS), undecomposed_matmul():
         mesh = init_device_mesh(DEVICE, (RANKS,))
-        use_matmul_sharding(mesh, ours)
+        use_matmul_sharding(mesh, enabled)
         with fake_device(), torch.no_grad():
             case(mesh)  # DTensor runs a new operator once more for its shape
             with CommDebugMode() as counts:
@@ -128,7 +128,7 @@ def traffic(case: Callable[[DeviceMesh], None], ours: bool) -> str:
         return f"{calls or 'none'}: {round(collectives.sent / 2**20, 1)} MiB"
 
 
-def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
+def step(row: str, enabled: bool) -> tuple[Any, list[Collective]]:
     """Run forward and backward with tensor parallelism 2 and FSDP 4. Return the model and its collectives."""
     model, flavor, changes = STEPS[row]
     with fake_ranks(8):
@@ -137,7 +137,7 @@ def step(row: str, ours: bool) -> tuple[Any, list[Collective]]:
         config.parallelism.tensor_parallel_degree = 2
         config.activation_checkpoint.mode = "none"
         dims = ParallelDims(dp_replicate=1, dp_shard=4, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=8)
-        use_matmul_sharding(dims.get_mesh("tp"), ours)
+        use_matmul_sharding(dims.get_mesh("tp"), enabled)
         spec = get_train_spec(model)
         args: Any = copy.deepcopy(spec.model_args[flavor])
         for path, value in changes.items():
@@ -168,7 +168,7 @@ def step_row(row: str, of_torch_npu: list[Collective], ours: list[Collective]) -
 SIZES = {"even": ((16, 4096, 8192), (8192, 2048)), "uneven": ((15, 4095, 8191), (8191, 2047))}
 
 
-def bytes_moved(op: Any, sizes: str, ours: bool) -> list[int]:
+def bytes_moved(op: Any, sizes: str, enabled: bool) -> list[int]:
     """Return the bytes that a rank sends, for every combination of placements on two ranks.
 
     They include the reduction of a partial dX.
@@ -182,7 +182,7 @@ def bytes_moved(op: Any, sizes: str, ours: bool) -> list[int]:
     moved = []
     with fake_ranks(2):
         mesh = init_device_mesh(DEVICE, (2,))
-        use_matmul_sharding(mesh, ours)
+        use_matmul_sharding(mesh, enabled)
         with fake_device(), torch.no_grad(), undecomposed_matmul():
             for placements in itertools.product(*every):
                 inputs = [tensor(mesh, shape, x) for shape, x in zip(shapes, placements, strict=True)]
@@ -213,11 +213,11 @@ SAMPLES = 60
 REPEATS = 5
 
 
-def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...], ours: bool) -> float:
+def mean_time(op: Any, shapes: Shapes, mesh_shape: tuple[int, ...], enabled: bool) -> float:
     """Return the mean time in µs of an uncached choice, over combinations of placements."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     mesh = init_device_mesh("cpu", mesh_shape)
-    use_matmul_sharding(mesh, ours)
+    use_matmul_sharding(mesh, enabled)
     mask = ([True, True],) if op is aten.matmul_backward.default else ()
     every = [
         list(itertools.product([Replicate(), *map(Shard, range(len(shape))), Partial()], repeat=len(mesh_shape)))
@@ -268,12 +268,12 @@ def print_host_times() -> None:
 def print_traffic() -> None:
     """Print the tables of traffic."""
     cases = (q_lora, output_backward)
-    products = {"torch_npu, loaded": [traffic(case, ours=False) for case in cases]} if WITH_TORCH_NPU else {}
-    products["ours"] = [traffic(case, ours=True) for case in cases]
+    products = {"torch_npu, loaded": [traffic(case, enabled=False) for case in cases]} if WITH_TORCH_NPU else {}
+    products["ours"] = [traffic(case, enabled=True) for case in cases]
     if WITH_TORCH_NPU:
         print_comparisons()
     shard_inner_dimension()
-    products = {"as the report shows": [traffic(case, ours=False) for case in cases], **products}
+    products = {"as the report shows": [traffic(case, enabled=False) for case in cases], **products}
     print("| product |", " | ".join(products), "|")
     for case, *cells in zip(cases, *products.values(), strict=True):
         print(f"| {case.__name__} |", " | ".join(cells), "|")
@@ -283,13 +283,13 @@ def print_comparisons() -> None:
     """Print the tables that compare torch_npu's strategies with ours."""
     print("| operator, sizes | placements | nothing sent: torch_npu | ours | less sent with ours | more |")
     for op, sizes in itertools.product((aten.matmul, aten.matmul_backward), SIZES):
-        upstream, ours = bytes_moved(op, sizes, ours=False), bytes_moved(op, sizes, ours=True)
+        upstream, ours = bytes_moved(op, sizes, enabled=False), bytes_moved(op, sizes, enabled=True)
         pairs = list(zip(upstream, ours, strict=True))
         less, more = sum(here < there for there, here in pairs), sum(here > there for there, here in pairs)
         print(f"| {op.__name__}, {sizes} | {len(ours)} | {upstream.count(0)} | {ours.count(0)} | {less} | {more} |")
     print("| model | torch_npu | ours |")
     for row in STEPS:
-        print(step_row(row, step(row, ours=False)[1], step(row, ours=True)[1]))
+        print(step_row(row, step(row, enabled=False)[1], step(row, enabled=True)[1]))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ Each row is a separate process. Its time covers all steps after the second; only
 else waits for the device.
 
 ``--curves`` trains four eager and four fused models on the same batches, from equal weights except for rounding: one
-eager model has absorbed attention, and in five others one percent of the initial weights differ by one ulp. They show
+eager model has absorbed attention, and in five models one percent of the initial weights differ by one ulp. They show
 how far rounding alone changes a curve.
 
 ``--profile`` measures the kernels of one step by operator. The limit of an operator is its work at the rate of a large

@@ -5,7 +5,7 @@
 
 The runs have the same batches and, except for rounding, the same weights: in all but the first, one percent of the
 initial weights differ by one ulp. The two variants take turns in one process, so that they share the GPU's clock. Their
-losses are compared with those of TorchTitan's own combine, which is float32: a process without npu_permute.
+losses are compared with those of TorchTitan's combine, which is float32: a process without npu_permute.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Run the benchmarks, store the results as JSON, and write the tables and plots of the docs. Most need a GPU.
 
-    python tools/bench/run.py [--only ops attention indexer models long curves combine ...] [--numbers DIR]
+    python tools/bench/run.py [--only ops attention indexer models long curves combine ...]
     python tools/bench/run.py --only attention_peers indexer_peers      # with public kernels in the folder peers
     python tools/bench/run.py --only npu_launches npu_host_time         # on the emulator: . tools/contract_env.sh
     python tools/bench/run.py --render      # only write tables and plots again
 
-Each part is a separate program in this folder. It writes docs/benchmarks/PART.json, or to the folder of ``--numbers``.
+Each part is a separate program in this folder. It writes docs/benchmarks/PART.json.
 Until it succeeds, its rows are in PART.partial.json and the docs are unchanged.
 """
 
@@ -433,9 +433,9 @@ PARTS = {
 }
 
 
-def render(folder: Path = NUMBERS, docs: Path = DOCS) -> None:
-    """Write the table of each part with results in ``folder`` between its two marks in the docs, and draw the plots."""
-    numbers = {part: json.loads(file.read_text()) for part in PARTS if (file := folder / f"{part}.json").exists()}
+def render(docs: Path = DOCS) -> None:
+    """Write the table of each part with results between its two marks in ``docs``, and draw the plots."""
+    numbers = {part: json.loads(file.read_text()) for part in PARTS if (file := NUMBERS / f"{part}.json").exists()}
     pages = {path: path.read_text() for path in sorted(docs.rglob("*.md"))}
     for part in numbers:
         begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
@@ -454,10 +454,10 @@ def render(folder: Path = NUMBERS, docs: Path = DOCS) -> None:
         curves_picture(losses_of(numbers["curves"]), images / "performance_curves.png")
 
 
-def measure(part: str, folder: Path) -> bool:
+def measure(part: str) -> bool:
     """Run the program of the part. Return whether it succeeded."""
     program, *options = PARTS[part].command.split()
-    file = folder / f"{part}.json"
+    file = NUMBERS / f"{part}.json"
     print(f"== {part}", flush=True)
     begin = time.monotonic()
     code = subprocess.run([sys.executable, str(HERE / program), *options, "--json", str(file)]).returncode
@@ -471,14 +471,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     by_default = [name for name, part in PARTS.items() if part.by_default]
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=by_default, help="default: all on a GPU")
-    parser.add_argument("--numbers", type=Path, default=NUMBERS, metavar="DIR", help="folder of the JSON files")
     parser.add_argument("--render", action="store_true", help="measure nothing; write tables and plots")
     args = parser.parse_args()
-    if args.render and not list(args.numbers.glob("*.json")):
-        parser.error(f"--render: no results in {args.numbers}")
-    args.numbers.mkdir(parents=True, exist_ok=True)
-    failed = [part for part in ([] if args.render else args.only) if not measure(part, args.numbers)]
-    render(args.numbers)
+    failed = [] if args.render else [part for part in args.only if not measure(part)]
+    render()
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -40,7 +40,7 @@ PROFILER_OVERHEAD = (
 class Work(BelowSubclasses):
     """Count the calls, the floating-point operations and the bytes of each operator.
 
-    Masked pairs are no work: places of ``sparse_indices`` without a key, and keys after the query of the indexer.
+    Masked pairs are no work: entries of ``sparse_indices`` without a key, and keys after the query of the indexer.
     Bytes are those of arguments and results, each tensor once.
     """
 
@@ -64,11 +64,11 @@ def unmasked_share(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     name = op_schema(op).name
     if not name.startswith("npu::"):
         return 1.0
-    given = by_name(op, args, kwargs)
-    if isinstance(indices := given.get("sparse_indices"), Tensor):
+    arguments = by_name(op, args, kwargs)
+    if isinstance(indices := arguments.get("sparse_indices"), Tensor):
         return (indices >= 0).float().mean().item()
     if name == "npu::npu_lightning_indexer":
-        tokens = given["query"].shape[1]  # (B, S, N, D), causal
+        tokens = arguments["query"].shape[1]  # (B, S, N, D), causal
         return (tokens + 1) / (2 * tokens)
     return 1.0
 
@@ -76,11 +76,11 @@ def unmasked_share(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 def moved(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that ``op`` has to read and write."""
     name = op_schema(op).name
-    given = by_name(op, args, kwargs)
+    arguments = by_name(op, args, kwargs)
     writes = {x.name for x in op_schema(op).arguments if x.alias_info is not None and x.alias_info.is_write}
-    written = [given[key] for key in writes]
-    read = [value for key, value in given.items() if key not in writes or name not in WRITTEN_ONLY]
-    known = {id(tensor) for tensor in tensors(given)}
+    written = [arguments[key] for key in writes]
+    read = [value for key, value in arguments.items() if key not in writes or name not in WRITTEN_ONLY]
+    known = {id(tensor) for tensor in tensors(arguments)}
     created = [tensor for tensor in tensors(result) if id(tensor) not in known]
     if name in GATHERS:
         read = created
