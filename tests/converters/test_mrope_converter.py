@@ -20,7 +20,7 @@ from tests._helpers.rope_models import Operators
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
+from torchtitan_npu.layers.rotary import MRoPERotation, MRoPETables
 
 BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 2, 7, 4, 2, 48, 64
 

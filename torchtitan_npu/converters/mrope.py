@@ -20,8 +20,7 @@ from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, convert_module, modules_of_type, register
 from torchtitan_npu.converters.rope import rotated
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
-from torchtitan_npu.layers.rotary import RotaryTables, from_concatenated
+from torchtitan_npu.layers.rotary import MRoPERotation, MRoPETables, RotaryTables, from_concatenated
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mrope import mrope
 

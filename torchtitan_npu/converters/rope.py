@@ -31,7 +31,6 @@ from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan_npu.converters.base import Converter, convert_module, register, summary
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.mrope import MRoPERotation
 from torchtitan_npu.layers.rotary import (
     FROM_COMPLEX,
     HALF,
@@ -40,6 +39,7 @@ from torchtitan_npu.layers.rotary import (
     INTERLEAVE,
     PASSES_ANGLES,
     ROTATIONS,
+    MRoPERotation,
     Pairing,
     RotaryTables,
     Rotation,

@@ -1,4 +1,4 @@
-"""Auxiliary losses: they add gradients, and each has its own metric.
+"""Auxiliary losses: they add gradients, and each has a metric.
 
 The reported loss stays that of the next token, so that loss curves with and without them can be compared.
 """
@@ -29,7 +29,7 @@ class AuxiliaryLoss(nn.Module):
         self.of_labels = of_labels
         """True if only tokens with a label have this loss, like the main loss; otherwise all tokens have it."""
         self.rank_weight = 1.0
-        """Weight of this rank's loss: less than 1 if the tensor-parallel ranks average theirs."""
+        """Weight of this rank's loss: less than 1 if the tensor-parallel ranks average their losses."""
         # Both are written in place: device graphs read and write them at the addresses of the first step.
         self.tokens: Tensor | None = None
         self.total: Tensor | None = None

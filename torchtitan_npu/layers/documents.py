@@ -1,4 +1,4 @@
-"""Document boundaries in a batch. Tokens attend only to tokens of their own document."""
+"""Document boundaries in a batch. Tokens attend only to tokens of their document."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ class Documents(NamedTuple):
     def split(self, number: int) -> list[Documents]:
         """Split into the documents of ``number`` microbatches with equally many rows."""
         total, device = self.cu_seqlens_k.integers[-1], self.cu_seqlens_k.tensor.device
-        tokens, rest = divmod(total, number)
-        assert not rest, f"{total} tokens in {number} microbatches"
+        tokens, remainder = divmod(total, number)
+        assert not remainder, f"{total} tokens in {number} microbatches"
         parts = []
         for first in range(0, total, tokens):
             inside = [end - first for end in self.cu_seqlens_k.integers if first < end <= first + tokens]
-            ends = CuSeqlens.from_integers(inside, device)
-            parts.append(Documents(ends, ends))
+            parts.append(Documents(*[CuSeqlens.from_integers(inside, device)] * 2))
         return parts
 
     def groups(self, most: int) -> list[tuple[slice, slice, Documents]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Session(Protocol):
+class RoutingSession(Protocol):
     """A job's record of routing decisions (``components.replay``)."""
 
     @property
@@ -26,7 +26,7 @@ class Session(Protocol):
 
     def running(self, microbatch: int) -> AbstractContextManager[None]: ...
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor: ...
+    def choose(self, decisions: RoutingDecisions, made: Tensor, query_positions: Tensor | None) -> Tensor: ...
 
     def recorded(self, decisions: RoutingDecisions, query_positions: Tensor) -> Tensor: ...
 
@@ -48,7 +48,7 @@ class RoutingDecisions(nn.Module):
         """The number of experts, or of tokens in a sequence."""
         self.token_mesh: Any = None
         """The mesh over which the tokens of a sequence are split before this layer, except for context parallel."""
-        self.session: Session | None = None
+        self.session: RoutingSession | None = None
         # a tensor: torch.compile would guard on a number, and compile the same router again for each layer
         number = next(_handles)
         self.handle = torch.tensor(number, device="cpu")
@@ -57,13 +57,13 @@ class RoutingDecisions(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.kind} of layer {self.layer}, top_k={self.top_k} of {self.out_of}"
 
-    def forward(self, own: Tensor, query_positions: Tensor | None = None) -> Tensor:
-        """Return the decisions to use, in the shape of ``own``, those that the layer has made.
+    def forward(self, made: Tensor, query_positions: Tensor | None = None) -> Tensor:
+        """Return the decisions to use, in the shape of ``made``, those of the layer.
 
         Experts are (tokens, top_k), keys are (bsz, tokens, 1, top_k). ``query_positions`` (bsz, tokens) are
-        positions among the keys that the indices of ``own`` count.
+        positions among the keys that the indices of ``made`` count.
         """
-        return torch.ops.torchtitan_npu.choose(own, query_positions, self.handle)
+        return torch.ops.torchtitan_npu.choose(made, query_positions, self.handle)
 
     def recorded_keys(self, query_positions: Tensor) -> Tensor | None:
         """Return the keys to attend to, int32 (bsz, tokens, 1, top_k), or ``None`` if the layer chooses them."""
@@ -77,16 +77,16 @@ def routing_decisions_of(model: nn.Module) -> list[RoutingDecisions]:
 
 
 @torch.library.custom_op("torchtitan_npu::choose", mutates_args=())
-def _choose(own: Tensor, query_positions: Tensor | None, handle: Tensor) -> Tensor:
+def _choose(made: Tensor, query_positions: Tensor | None, handle: Tensor) -> Tensor:
     decisions = _by_handle[int(handle)]
     if decisions.session is None or not decisions.session.runs_now:
-        return own.clone()
-    return decisions.session.choose(decisions, own, query_positions)
+        return made.clone()
+    return decisions.session.choose(decisions, made, query_positions)
 
 
 @_choose.register_fake
-def _(own: Tensor, query_positions: Tensor | None, handle: Tensor) -> Tensor:
-    return torch.empty_like(own)
+def _(made: Tensor, query_positions: Tensor | None, handle: Tensor) -> Tensor:
+    return torch.empty_like(made)
 
 
 @torch.library.custom_op("torchtitan_npu::recorded_keys", mutates_args=())

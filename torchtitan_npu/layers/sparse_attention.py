@@ -34,7 +34,7 @@ class SparseAttentionArgs(Protocol):
 
 
 class SparseAttention(nn.Module):
-    """Softmax attention of each query to the ``topk`` highest-scored of the keys up to its own position.
+    """Softmax attention of each query to the ``topk`` highest-scored of the keys up to its position.
 
     With ``indexer_loss``, the backward pass also computes the gradients of the indexer's loss, which pulls the
     indexer's scores of those keys towards the attention probabilities.
@@ -96,7 +96,7 @@ class SparseAttention(nn.Module):
             index_q: (bsz, seqlen, index heads, index dim)
             index_k: (bsz, seqlen, index dim)
             index_weights: (bsz, seqlen, index heads)
-            documents: document boundaries; a query sees only keys of its own document
+            documents: document boundaries; a query sees only keys of its document
             scale: factor of the logits
             selected: keys to attend to, as an earlier layer or a record has them: int32 (bsz, seqlen, 1, topk), -1
                 after the last. Otherwise the indexer selects them. Without both, as in the warm-up, all visible keys.
@@ -111,13 +111,11 @@ class SparseAttention(nn.Module):
             of_query, of_key = documents.numbers(bsz)
             visible = visible & (of_query.unsqueeze(2) == of_key.unsqueeze(1))  # (bsz, queries, keys)
 
-        own = visible  # (1 or bsz, queries, keys)
         if index_q is not None:
             assert index_k is not None and index_weights is not None
             scores = index_scores(index_q, index_k, at_least_float32(index_weights))  # (bsz, queries, keys)
-        if self.has_indexer:
-            own = select(scores, visible, self.topk)
-        attended = own if selected is None else mask_of(selected, keys)
+        indexed = select(scores, visible, self.topk) if self.has_indexer else visible  # (1 or bsz, queries, keys)
+        attended = indexed if selected is None else mask_of(selected, keys)
 
         q = torch.cat([q, q_rope], dim=-1)  # (bsz, queries, n_heads, width + rope)
         k = torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], dim=-1)  # (bsz, keys, n_heads or 1, width + rope)
@@ -128,7 +126,7 @@ class SparseAttention(nn.Module):
 
         if (loss := self.trained_loss()) is not None:
             output = loss.attach(output, divergence(scores, attended, probabilities.detach()))
-        return (output, indices_of(own, self.topk)) if self.returns_selected else output
+        return (output, indices_of(indexed, self.topk)) if self.returns_selected else output
 
     def query_positions(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
         """Return the position of each query among the keys that the indices of selected keys count, (bsz, queries)."""

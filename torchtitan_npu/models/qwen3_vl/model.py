@@ -12,9 +12,8 @@ from torchtitan.models.qwen3.model.model import Attention as Qwen3Attention
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.layers.mrope import MRoPERotation, MRoPETables
 from torchtitan_npu.layers.packed_attention import DocumentMask, MaskedAttention
-from torchtitan_npu.layers.rotary import RotaryTables
+from torchtitan_npu.layers.rotary import MRoPERotation, MRoPETables, RotaryTables
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
 from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_coordinates, patches_of
 from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
