@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that kernels compute in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of rounding to ``dtype``: half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2

@@ -36,7 +36,7 @@ from torchtitan_npu.converters.attention import NpuCausalAttention, NpuFlexAtten
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
-from torchtitan_npu.ops.fusion_attention import function
+from torchtitan_npu.ops.fusion_attention import op as fusion_attention
 
 EOS = 7
 
@@ -128,7 +128,7 @@ def test_more_documents_than_the_operator_takes() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 3000, 1, 8, dtype=torch.float64)
     ends = list(range(2, 3001, 2))  # 1500 documents of two tokens
-    packed = function.packed_attention(q, k, v, ends, None, function.causal_mask(q.device))
+    packed = fusion_attention.packed_attention(q, k, v, ends, None, fusion_attention.causal_mask(q.device))
     pairs = (t.view(1500, 2, 1, 8).transpose(1, 2) for t in (q, k, v))
     expected = F.scaled_dot_product_attention(*pairs, is_causal=True).transpose(1, 2).reshape(3000, 1, 8)
     torch.testing.assert_close(packed, expected)

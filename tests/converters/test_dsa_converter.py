@@ -22,7 +22,7 @@ from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.indexer_kl_loss import function as spans
+from torchtitan_npu.ops.indexer_kl_loss import op as spans
 from torchtitan_npu.planner import BelowSubclasses, Calls
 from torchtitan_npu.titan_internals.rebind import copy_with_globals
 

@@ -22,7 +22,7 @@ from torchtitan_npu.emulator.kernels.fused import FUSED
 from torchtitan_npu.emulator.kernels.registry import CHECKS
 from torchtitan_npu.ops import OPS, Op, define
 from torchtitan_npu.ops.core.arguments import by_name
-from torchtitan_npu.ops.moe_permute.function import unpermute
+from torchtitan_npu.ops.moe_permute import unpermute
 from torchtitan_npu.torch_internals.inductor import lower_as_view
 
 define("npu_on_cpu")

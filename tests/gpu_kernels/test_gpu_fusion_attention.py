@@ -18,7 +18,7 @@ from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core import gpu as core_gpu
 from torchtitan_npu.ops.core.gpu import GpuKernel
 from torchtitan_npu.ops.fusion_attention import reference
-from torchtitan_npu.ops.fusion_attention.function import causal_mask
+from torchtitan_npu.ops.fusion_attention.op import causal_mask
 
 
 def documents(starts: Tensor | None, length: int) -> list[slice]:

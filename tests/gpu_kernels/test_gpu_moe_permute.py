@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
 from tests.gpu_kernels.kernel_checks import dtype_on, has_strides_of
-from tests.ops.test_moe_permute import any_strides, places_of, routes
+from tests.ops.test_moe_permute import any_strides, positions_of, routes
 from torchtitan_npu.gpu_kernels import moe_permute as kernels
 from torchtitan_npu.ops import OPS
 
@@ -110,7 +110,7 @@ def test_nothing_to_copy(device: str, tokens: int, top_k: int, hidden: int) -> N
 
 def test_without_probs(device: str) -> None:
     """Each token has one slot: rows in the order of the tokens, and the gradient."""
-    positions = torch.tensor(places_of([3, 1, 1, 0, 2]), dtype=torch.int32, device=device)
+    positions = torch.tensor(positions_of([3, 1, 1, 0, 2]), dtype=torch.int32, device=device)
     rows = torch.randn(4, 9, device=device).half()  # the last slot was dropped
     out = run("npu_moe_token_unpermute", permuted_tokens=rows, sorted_indices=positions, probs=None)
     expected = torch.cat((rows, rows.new_zeros(1, 9)))[positions.long()]

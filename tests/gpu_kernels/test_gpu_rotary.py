@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
+from tests._helpers.error_budget import assert_within, compute_dtype, rounding_budget, unit_roundoff
 from tests._helpers.rotation import partners, rotated, unrotated
 from tests.gpu_kernels.kernel_checks import has_strides_of, on
-from tests.ops.test_rotary import cases, compute_dtype
+from tests.ops.test_rotary import cases
 from torchtitan_npu.ops import OPS
 
 Case = tuple[Tensor, Tensor, Tensor, str, Tensor]

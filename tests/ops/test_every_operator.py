@@ -40,7 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Arguments that replace those of the samples."""
 NOT_TRACED = {
-    "npu_grouped_matmul_add_": "the output aliases the input, which PyTorch's tracer allows only for its own operators",
+    "npu_grouped_matmul_add_": "the output aliases the input, which PyTorch's tracer allows only for PyTorch's",
     "npu_lightning_indexer": "opcheck adds integer and floating outputs; test_lightning_indexer.py compiles it",
 }
 """Operators without opcheck's test of a compiled graph, and why."""
@@ -181,19 +181,22 @@ def sharded_calls(name: str, changes: dict[str, Any]) -> dict[str, bool]:
     found = {}
     for outputs, inputs in OPS[name].sharding(Call(**specs)):
         values = placed(inputs)
-        given = {key for key, x in values.items() if any(isinstance(y, Tensor) for y in tree_leaves(x))}
-        inputs = {key: placement for key, placement in inputs.items() if key in given}
+        tensors = {key for key, x in values.items() if any(isinstance(y, Tensor) for y in tree_leaves(x))}
+        inputs = {key: placement for key, placement in inputs.items() if key in tensors}
         results, collectives = run(values)
         placements = [x.placements[0] for x in results if isinstance(x, DTensor)]
-        wanted = [placement for placement in outputs if placement is not None]
+        expected_placements = [placement for placement in outputs if placement is not None]
         full = [x.full_tensor() if isinstance(x, DTensor) else x for x in results]
         same = all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(full, expected, strict=True))
-        found[text((list(outputs), inputs))] = same and not collectives and placements[: len(wanted)] == wanted
+        found[text((list(outputs), inputs))] = (
+            same and not collectives and placements[: len(expected_placements)] == expected_placements
+        )
     return found
 
 
 PAIRS = [torch.arange(24.0).view(2, 3, 4), torch.arange(80.0).view(2, 5, 8)], [torch.eye(4, 6), torch.eye(8, 2)]
 UNGROUPED = {"x": PAIRS[0], "weight": PAIRS[1], "group_type": -1, "split_item": 0, "group_list": None}
+HIDDEN = torch.rand(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.3
 BATCH = "query S0, query_rope S0, {}sparse_indices S0, key S0, key_rope S0, value S0{} -> {}"
 LOSS_BATCH = (
     "query S0, key S0, query_index S0, key_index S0, weights S0, {}softmax_max S0, softmax_sum S0{}, query_rope S0, "
@@ -242,6 +245,17 @@ SHARDINGS: list[tuple[str, dict[str, Any], list[str]]] = [
         "npu_fusion_attention",
         {},
         ["query S0, key S0, value S0 -> S0 S0 S0 R - - -", "query S2, key S2, value S2 -> S2 S1 S1 R - - -"],
+    ),
+    *(
+        (
+            "npu_fusion_attention",
+            {"atten_mask": HIDDEN[:, :heads]},
+            [
+                "query S0, key S0, value S0, atten_mask S0 -> S0 S0 S0 R - - -",
+                f"query S2, key S2, value S2, atten_mask {placement} -> S2 S1 S1 R - - -",
+            ],
+        )
+        for heads, placement in ((1, "R"), (4, "S1"))
     ),
     (
         "npu_fusion_attention_grad",

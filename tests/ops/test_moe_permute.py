@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,27 +9,25 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
-from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.moe_permute import function
+from tests._helpers.error_budget import assert_within, compute_dtype, rounding_budget, unit_roundoff
+from torchtitan_npu.ops import moe_permute as function
+from torchtitan_npu.planner import Calls
 
 permute = torch.ops.npu.npu_moe_token_permute
 unpermute = torch.ops.npu.npu_moe_token_unpermute
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def places_of(indices: list[int]) -> list[int]:
+def positions_of(indices: list[int]) -> list[int]:
     """Return ``sorted_indices`` by its definition: the position of each slot after a stable sort by expert."""
     order = sorted(range(len(indices)), key=lambda slot: indices[slot])  # Python's sort is stable
     return [order.index(slot) for slot in range(len(indices))]
 
 
-def placing_matrix(places: Tensor, rows: int) -> Tensor:
+def permutation_matrix(positions: Tensor, rows: int) -> Tensor:
     """Return the permutation matrix (slots, rows) in float64; dropped slots have no row."""
-    return (places.unsqueeze(1) == torch.arange(rows)).double()
+    return (positions.unsqueeze(1) == torch.arange(rows)).double()
 
 
 def any_strides(tensor: Tensor, kind: str) -> Tensor:
@@ -69,19 +65,19 @@ def test_permute_agrees_with_its_definition(route: tuple[Any, ...]) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens = any_strides(torch.randn(count, hidden, generator=generator).to(dtype), kind)
     experts = torch.tensor(indices, dtype=[torch.int32, torch.int64][seed % 2]).view(count, top_k)
-    permuted, places = permute(tokens, experts.t().contiguous().t(), num_out_tokens)
+    permuted, positions = permute(tokens, experts.t().contiguous().t(), num_out_tokens)
 
-    assert places.tolist() == places_of(indices) and places.dtype == torch.int32
-    kept = range(count * top_k)[: num_out_tokens or None]
-    assert permuted.shape == (len(kept), hidden) and permuted.dtype == dtype
-    for slot, place in enumerate(places.tolist()):
-        if place in kept:
-            assert torch.equal(permuted[place], tokens[slot // top_k])
+    assert positions.tolist() == positions_of(indices) and positions.dtype == torch.int32
+    rows = range(count * top_k)[: num_out_tokens or None]
+    assert permuted.shape == (len(rows), hidden) and permuted.dtype == dtype
+    for slot, position in enumerate(positions.tolist()):
+        if position in rows:
+            assert torch.equal(permuted[position], tokens[slot // top_k])
     if top_k == 1:
         again = permute(tokens, experts.flatten(), num_out_tokens)
-        assert torch.equal(again[0], permuted) and torch.equal(again[1], places)
-        if len(kept) == count:
-            assert torch.equal(unpermute(permuted, places), tokens)
+        assert torch.equal(again[0], permuted) and torch.equal(again[1], positions)
+        if len(rows) == count:
+            assert torch.equal(unpermute(permuted, positions), tokens)
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,7 +88,7 @@ def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...
     indices = indices[: count * top_k]
     num_out_tokens = None if num_out_tokens is None else max(num_out_tokens, -len(indices))
     generator = torch.Generator().manual_seed(seed)
-    places = torch.tensor(places_of(indices), dtype=torch.int32)
+    positions = torch.tensor(positions_of(indices), dtype=torch.int32)
     rows = len(range(len(indices))[: num_out_tokens or None])
 
     def random(*shape: int) -> Tensor:
@@ -100,10 +96,10 @@ def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...
 
     permuted, grad, grad_rows = random(rows, hidden), random(count, hidden), random(rows, hidden)
     probs = random(count, top_k) if with_probs else None
-    compute = unit_roundoff(torch.float64 if dtype == torch.float64 else torch.float32)
+    compute = unit_roundoff(compute_dtype(dtype))
 
     # the formula in float64, differentiated by PyTorch
-    matrix = placing_matrix(places, rows)
+    matrix = permutation_matrix(positions, rows)
     weights = torch.ones(count, top_k) if probs is None else probs
     p, w, t = (x.detach().double().requires_grad_() for x in (permuted, weights, grad))
     expected = torch.einsum("tk,tkr,rh->th", w, matrix.view(count, top_k, rows), p)
@@ -112,7 +108,7 @@ def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...
     (expected_t,) = torch.autograd.grad(copied, t, grad_rows.double())
 
     inputs = [permuted.detach().requires_grad_()] + ([] if probs is None else [probs.detach().requires_grad_()])
-    actual = unpermute(inputs[0], places, *inputs[1:])
+    actual = unpermute(inputs[0], positions, *inputs[1:])
     grads = torch.autograd.grad(actual, inputs, grad)
     assert [actual.dtype, *(g.dtype for g in grads)] == [dtype] * (1 + len(grads))
 
@@ -125,8 +121,8 @@ def test_unpermute_and_all_gradients_agree_with_the_oracle(route: tuple[Any, ...
         assert_within("d probs", grads[1], expected_w, budget)
 
     tokens = random(count, hidden).detach().requires_grad_()
-    again, same_places = permute(tokens, torch.tensor(indices, dtype=torch.int64).view(count, top_k), num_out_tokens)
-    assert torch.equal(same_places, places)
+    again, same_positions = permute(tokens, torch.tensor(indices, dtype=torch.int64).view(count, top_k), num_out_tokens)
+    assert torch.equal(same_positions, positions)
     (grad_tokens,) = torch.autograd.grad(again, tokens, grad_rows)
     size = torch.einsum("tkr,rh->th", matrix.view(count, top_k, rows), grad_rows.double().abs())
     assert_within("d tokens", grad_tokens, expected_t, size * top_k * compute + rounding_budget(expected_t, dtype))
@@ -136,145 +132,56 @@ def call(dtype: torch.dtype = torch.float32, num_out_tokens: int | None = None) 
     """Return a call of each operator on four tokens with two experts each; one expert has no tokens."""
     torch.manual_seed(0)
     tokens, indices = torch.randn(4, 6, dtype=dtype), torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0]])
-    permuted, places = permute(tokens, indices, num_out_tokens)
+    permuted, positions = permute(tokens, indices, num_out_tokens)
     probs, grad = torch.rand(4, 2, dtype=dtype), torch.randn(4, 6, dtype=dtype)
     rows = len(permuted)
     return {
         "npu_moe_token_permute": (tokens, indices, num_out_tokens),
-        "npu_moe_token_permute_grad_v2": (permuted, places, 4, dtype, 2),
-        "npu_moe_token_unpermute": (permuted, places, probs),
-        "_npu_moe_token_unpermute": (permuted, places, probs),
-        "npu_moe_token_unpermute_grad_v2": (grad, places, rows, dtype, probs, False, None, permuted),
+        "npu_moe_token_permute_grad_v2": (permuted, positions, 4, dtype, 2),
+        "npu_moe_token_unpermute": (permuted, positions, probs),
+        "_npu_moe_token_unpermute": (permuted, positions, probs),
+        "npu_moe_token_unpermute_grad_v2": (grad, positions, rows, dtype, probs, False, None, permuted),
     }
 
 
 def test_the_documented_example() -> None:
     tokens = torch.tensor([[1, 1], [2, 2], [3, 3], [4, 4]], dtype=torch.float16)
-    permuted, places = permute(tokens, torch.tensor([[0, 1], [1, 0], [0, 2], [2, 0]]))
+    permuted, positions = permute(tokens, torch.tensor([[0, 1], [1, 0], [0, 2], [2, 0]]))
     assert permuted[:, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4]
-    assert places.tolist() == [0, 4, 5, 1, 2, 6, 7, 3]
-    assert torch.equal(unpermute(permuted, places, torch.full((4, 2), 0.5, dtype=torch.float16)), tokens)
-
-
-def test_permute_then_unpermute_is_the_weighted_sum() -> None:
-    """Weights that sum to exactly 1 restore the tokens."""
-    tokens = torch.randn(16, 8, dtype=torch.bfloat16)
-    permuted, places = permute(tokens, torch.randint(0, 5, (16, 4)))
-    assert torch.equal(unpermute(permuted, places, torch.full((16, 4), 0.25)), tokens)
-    probs = torch.rand(16, 4, dtype=torch.float64)
-    expected = tokens.double() * probs.sum(1, keepdim=True)
-    assert_within("sum", unpermute(permuted.double(), places, probs), expected, expected.abs() * 6 * 2.0**-53)
+    assert positions.tolist() == [0, 4, 5, 1, 2, 6, 7, 3]
+    assert torch.equal(unpermute(permuted, positions, torch.full((4, 2), 0.5, dtype=torch.float16)), tokens)
 
 
 def test_float32_probs_weight_bfloat16_tokens_in_float32() -> None:
-    permuted, places = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    permuted, positions = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
     probs = torch.tensor([[1 + 2.0**-10, 1.0]], requires_grad=True)  # in bfloat16 the two would be equal
-    out = unpermute(permuted, places, probs)
+    out = unpermute(permuted, positions, probs)
     assert out.item() == 2.0**-10 and out.dtype == torch.bfloat16
     out.sum().backward()
     assert probs.grad.tolist() == [[1.0, -1.0]] and probs.grad.dtype == torch.float32
 
 
 def test_opcheck_without_probs() -> None:
-    permuted, places, _ = call()["npu_moe_token_unpermute"]
-    torch.library.opcheck(unpermute.default, (permuted.requires_grad_(), places))
-    arguments = (torch.ones(8, 6), places, 8, torch.float32)
+    permuted, positions, _ = call()["npu_moe_token_unpermute"]
+    torch.library.opcheck(unpermute.default, (permuted.requires_grad_(), positions))
+    arguments = (torch.ones(8, 6), positions, 8, torch.float32)
     torch.library.opcheck(torch.ops.npu.npu_moe_token_unpermute_grad_v2.default, arguments)
-
-
-class Calls(TorchDispatchMode):
-    """Count the calls of npu:: operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if op.namespace == "npu":
-            self.count[op._opname] += 1
-        return op(*args, **(kwargs or {}))
 
 
 def test_autograd_calls_the_operators_that_torch_npu_calls() -> None:
     tokens, indices, _ = call()["npu_moe_token_permute"]
     probs = torch.rand(4, 2, requires_grad=True)
     with Calls() as calls:
-        permuted, places = permute(tokens.requires_grad_(), indices)
-        unpermute(permuted, places, probs).sum().backward()
-    assert calls.count == {
-        "npu_moe_token_permute": 1,
-        "_npu_moe_token_unpermute": 1,
-        "npu_moe_token_unpermute_grad_v2": 1,
-        "npu_moe_token_permute_grad_v2": 1,
-    }
-    assert tokens.grad is not None and probs.grad is not None and not places.requires_grad
+        permuted, positions = permute(tokens.requires_grad_(), indices)
+        unpermute(permuted, positions, probs).sum().backward()
+    names = ("npu_moe_token_permute", "_npu_moe_token_unpermute")
+    names += ("npu_moe_token_unpermute_grad_v2", "npu_moe_token_permute_grad_v2")
+    assert calls.count("npu") == dict.fromkeys(names, 1)
+    assert tokens.grad is not None and probs.grad is not None and not positions.requires_grad
     with torch.inference_mode():
-        assert torch.equal(unpermute(permuted, places, probs), unpermute(permuted.detach(), places, probs.detach()))
-
-
-BAD = {
-    "npu_moe_token_permute": [
-        ({"indices": torch.zeros(4, 2)}, "indices must be int32 or int64, not torch.float32"),
-        ({"indices": torch.zeros(3, 2, dtype=torch.int64)}, "indices must have a row for each of the 4 tokens, not 3"),
-        ({"indices": torch.zeros(4, 2, 1, dtype=torch.int64)}, "indices must have 1 or 2 dimensions, not 3"),
-        ({"tokens": torch.zeros(4, 2, 3)}, "tokens must have 2 dimensions, not 3"),
-        (
-            {"tokens": torch.zeros(4, 6, dtype=torch.int32)},
-            "tokens must be float16, bfloat16 or float32, not torch.int32",
-        ),
-        ({"num_out_tokens": -9}, "num_out_tokens must be at least -8, the number of indices, not -9"),
-        ({"padded_mode": True}, "padded_mode must be False"),
-    ],
-    "npu_moe_token_unpermute": [
-        ({"probs": torch.ones(8)}, "probs must have 2 dimensions, not 1"),
-        ({"probs": torch.ones(3, 2)}, "probs must have an element for each of the 8 sorted_indices, not 6"),
-        ({"probs": torch.ones(4, 2, dtype=torch.int32)}, "probs must be float16, bfloat16 or float32, not torch.int32"),
-        ({"sorted_indices": torch.zeros(8, dtype=torch.int64)}, "sorted_indices must be int32, not torch.int64"),
-        ({"sorted_indices": torch.zeros(4, 2, dtype=torch.int32)}, "sorted_indices must have 1 dimension, not 2"),
-        ({"permuted_tokens": torch.ones(9, 6)}, "permuted_tokens must have at most a row for each of the 8 sorted_ind"),
-        ({"padded_mode": True}, "padded_mode must be False"),
-        ({"restore_shape": [4, 6]}, r"restore_shape belongs to padded_mode.* must be None, not \[4, 6\]"),
-    ],
-    "npu_moe_token_permute_grad_v2": [
-        ({"num_topK": 3}, r"sorted_indices must have the shape \(12,\), not \(8,\)"),
-        ({"tokens_dtype": torch.int32}, "tokens_dtype must be float16, bfloat16 or float32, not torch.int32"),
-        ({"grad_permuted_tokens": torch.ones(9, 6)}, "grad_permuted_tokens must have at most a row for each of the 8"),
-    ],
-    "npu_moe_token_unpermute_grad_v2": [
-        ({"permuted_tokens": None}, "permuted_tokens must be given with probs"),
-        ({"permuted_tokens": torch.ones(7, 6)}, r"permuted_tokens must have the shape \(8, 6\), not \(7, 6\)"),
-        ({"permuted_tokens_dtype": torch.int8}, "permuted_tokens_dtype must be float16, bfloat16 or float32"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"), [(name, *bad) for name, bads in BAD.items() for bad in bads], ids=itertools.count()
-)
-def test_names_the_bad_argument(name: str, change: dict[str, Any], message: str) -> None:
-    names = [argument.name for argument in OPS[name].overload()._schema.arguments]
-    arguments = dict(zip(names, call()[name], strict=False)) | change
-    with pytest.raises(UsageError, match=f"^{name}: {message}"):
-        getattr(torch.ops.npu, name)(**arguments)
-    arguments = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    with pytest.raises(UsageError, match=message):  # the fake kernel checks too
-        getattr(torch.ops.npu, name)(**arguments)
-
-
-def test_limits_bind_only_the_npu() -> None:
-    tokens, indices = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 513, dtype=torch.int64)
-    permute(tokens, indices)
-    assert OPS["npu_moe_token_permute"].limit_errors(tokens=tokens, indices=indices) == [
-        "npu_moe_token_permute: tokens.dtype is float64; the NPU kernel supports float16, bfloat16, float32",
-        "npu_moe_token_permute: the top-k of indices is 513; the NPU kernel supports 0 to 512",
-    ]
-    many = torch.zeros(16777215, dtype=torch.int32, device="meta")
-    assert OPS["npu_moe_token_permute"].limit_errors(tokens=tokens.float(), indices=many) == [
-        "npu_moe_token_permute: the number of indices is 16777215; the NPU kernel supports 0 to 16777214"
-    ]
-    assert OPS["npu_moe_token_unpermute"].limit_errors(permuted_tokens=tokens.float(), probs=torch.ones(1, 513)) == [
-        "npu_moe_token_unpermute: the top-k of probs is 513; the NPU kernel supports 0 to 512"
-    ]
+        assert torch.equal(
+            unpermute(permuted, positions, probs), unpermute(permuted.detach(), positions, probs.detach())
+        )
 
 
 def test_gradients_of_the_function() -> None:
@@ -282,23 +189,23 @@ def test_gradients_of_the_function() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     scores = torch.rand(3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
-    places = torch.randperm(6, generator=generator).int()
+    positions = torch.randperm(6, generator=generator).int()
     assert torch.autograd.gradcheck(
-        lambda *x: function.weighted_unpermute(x[0], places, x[1], x[0].dtype), (rows, scores)
+        lambda *x: function.weighted_unpermute(x[0], positions, x[1], x[0].dtype), (rows, scores)
     )
-    assert torch.autograd.gradcheck(lambda x: function.unpermute(x, places), (rows,))
-    torch.testing.assert_close(function.unpermute(rows, places), rows[places])
+    assert torch.autograd.gradcheck(lambda x: function.unpermute(x, positions), (rows,))
+    torch.testing.assert_close(function.unpermute(rows, positions), rows[positions])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_function_returns_gradients_in_the_dtypes_of_its_arguments(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(6, 4, generator=generator).bfloat16().requires_grad_()
-    scores, places = torch.rand(3, 2, generator=generator, requires_grad=True), torch.randperm(6).int()
-    out = function.weighted_unpermute(rows, places, scores, dtype)
+    scores, positions = torch.rand(3, 2, generator=generator, requires_grad=True), torch.randperm(6).int()
+    out = function.weighted_unpermute(rows, positions, scores, dtype)
     assert out.dtype == dtype
     assert [grad.dtype for grad in torch.autograd.grad(out.sum(), (rows, scores))] == [torch.bfloat16, torch.float32]
     (only_scores,) = torch.autograd.grad(
-        function.weighted_unpermute(rows.detach(), places, scores, dtype).sum(), (scores,)
+        function.weighted_unpermute(rows.detach(), positions, scores, dtype).sum(), (scores,)
     )
     assert only_scores.dtype == torch.float32

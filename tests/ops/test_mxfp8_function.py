@@ -29,12 +29,12 @@ def results(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return output.detach(), *torch.autograd.grad(output, inputs, random(*output.shape, seed=9))
 
 
-def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], terms: int) -> None:
+def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], terms: int) -> None:
     """The factors are the same bits; sums differ in their order and are rounded to bfloat16."""
-    for name, actual, expected in zip(("y", "dx", "dw"), ours, theirs, strict=True):
-        assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
-        order = expected.double().abs().max() * terms * 2.0**-23
-        assert_within(name, actual, expected.double(), expected.double().abs() * 2.0**-7 + order)
+    for name, actual, oracle in zip(("y", "dx", "dw"), found, expected, strict=True):
+        assert actual.dtype == torch.bfloat16 and actual.shape == oracle.shape
+        order = oracle.double().abs().max() * terms * 2.0**-23
+        assert_within(name, actual, oracle.double(), oracle.double().abs() * 2.0**-7 + order)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -42,10 +42,10 @@ def test_linear_agrees_with_torchao(recipe: Recipe) -> None:
     x, weight = random(2, 64, 96).requires_grad_(), random(160, 96, seed=1).requires_grad_()
     element = torch.float8_e4m3fn
     choices = MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH, MODES[recipe.scale_alg]
-    theirs = mx_mm.apply(
+    expected = mx_mm.apply(
         *(x, weight, element, element, element, 32, KernelPreference.EMULATED, *choices, not recipe.weight_gradient)
     )
-    assert_same(results(mx_linear(x, weight, recipe), x, weight), results(theirs, x, weight), 160)
+    assert_same(results(mx_linear(x, weight, recipe), x, weight), results(expected, x, weight), 160)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -53,7 +53,7 @@ def test_grouped_product_agrees_with_torchao(recipe: Recipe) -> None:
     """torchao takes groups that are multiples of 32 rows."""
     counts = torch.tensor([32, 0, 64, 96])
     x, weight = random(192, 64).requires_grad_(), random(4, 96, 64, seed=1).requires_grad_()
-    theirs = _to_mxfp8_then_scaled_grouped_mm(
+    expected = _to_mxfp8_then_scaled_grouped_mm(
         x,
         weight.mT,
         offs=counts.cumsum(0).int(),
@@ -61,7 +61,7 @@ def test_grouped_product_agrees_with_torchao(recipe: Recipe) -> None:
         wgrad_with_hp=not recipe.weight_gradient,
         scale_calculation_mode=MODES[recipe.scale_alg],
     )
-    assert_same(results(mx_grouped_matmul(x, weight, counts, recipe), x, weight), results(theirs, x, weight), 192)
+    assert_same(results(mx_grouped_matmul(x, weight, counts, recipe), x, weight), results(expected, x, weight), 192)
 
 
 def test_a_group_is_a_linear_layer() -> None:
@@ -92,7 +92,7 @@ def test_compiles(counts: list[int] | None) -> None:
         return mx_grouped_matmul(rows, matrix.unflatten(0, (3, 32)), torch.tensor(counts), Recipe())
 
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-    for ours, theirs in zip(
+    for found, expected in zip(
         results(compiled(x, weight), x, weight), results(product(x, weight), x, weight), strict=True
     ):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(found, expected)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.errors import UsageError
@@ -175,7 +175,7 @@ def test_gradients_reach_keyword_only_tensors() -> None:
 def toy_on_a_rank(layouts: list[str]) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
-    scale = distribute_tensor(torch.tensor(2.0), mesh, [Replicate()])
+    scale = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()])  # keyword arguments are redistributed too
     return [torch.ops.npu_toys.npu_toy(x, scale=scale, layout=layout)[1].full_tensor() for layout in layouts]
 
 

@@ -65,7 +65,7 @@ def selected() -> Tensor:
 
 
 def test_grouped_matmul() -> None:
-    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+    from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul
 
     rows = (3, 0, 5)
 

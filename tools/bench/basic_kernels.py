@@ -50,8 +50,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 import torchtitan_npu.ops  # noqa: F401  (defines npu::)
-from torchtitan_npu.ops.fusion_attention import function as fused_attention
-from torchtitan_npu.ops.fusion_attention.function import causal_mask
+from torchtitan_npu.ops.fusion_attention import op as fused_attention
+from torchtitan_npu.ops.fusion_attention.op import causal_mask
 
 npu = torch.ops.npu
 
@@ -372,7 +372,7 @@ def product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int = 0) -> T
 
 def grouped_matmul(machine: Machine) -> Iterator[Row]:
     from torchtitan_npu.gpu_kernels import grouped_matmul as kernels
-    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul as differentiable
+    from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul as differentiable
 
     sizes = [513, 0, 1023, 7, 128, 0]
     counts = torch.tensor(sizes, device="cuda")

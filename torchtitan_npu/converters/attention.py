@@ -30,7 +30,7 @@ from torchtitan_npu.dist_utils import Microbatches, SequenceSplit, all_gather_kv
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.layers.packed_attention import DocumentMask, FrameAttention, MaskedAttention, starts_document
-from torchtitan_npu.ops.fusion_attention.function import attention, causal_mask, packed_attention
+from torchtitan_npu.ops.fusion_attention.op import attention, causal_mask, packed_attention
 
 SEQUENCE_DIM = 2  # (bsz, heads, seqlen, head_dim)
 

@@ -22,10 +22,9 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.layers.sparse_attention import SparseAttention, at_least_float32
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.dense_indexer_kl_loss.op import dense_loss
-from torchtitan_npu.ops.fusion_attention.function import CAUSAL, causal_mask
-from torchtitan_npu.ops.indexer_kl_loss.function import loss_in_chunks, with_indexer_loss
-from torchtitan_npu.ops.indexer_kl_loss.op import MAX_QUERIES
+from torchtitan_npu.ops.dense_indexer_kl_loss import dense_loss
+from torchtitan_npu.ops.fusion_attention.op import CAUSAL, causal_mask
+from torchtitan_npu.ops.indexer_kl_loss.op import MAX_QUERIES, loss_in_chunks, with_indexer_loss
 from torchtitan_npu.ops.sparse_flash_attention.checks import MAX_DOCUMENTS
 from torchtitan_npu.ops.sparse_flash_attention.op import MLA_ABSORBED
 

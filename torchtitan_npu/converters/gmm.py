@@ -13,7 +13,7 @@ from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.converters.permute import deepep_error
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul
 from torchtitan_npu.ops.mxfp8.function import Recipe, mx_grouped_matmul
 
 

@@ -20,7 +20,7 @@ from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.moe_permute.function import unpermute, weighted_unpermute
+from torchtitan_npu.ops.moe_permute import unpermute, weighted_unpermute
 from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 

@@ -22,7 +22,7 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.moe_permute.function import unpermute
+from torchtitan_npu.ops.moe_permute import unpermute
 from torchtitan_npu.titan_internals.rebind import refers_to
 
 

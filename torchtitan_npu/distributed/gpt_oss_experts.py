@@ -20,7 +20,7 @@ from torchtitan_npu.converters.gmm import (
 )
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.distributed.expert_parallel import STYLES, NpuExpertParallel
-from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul
 
 
 class NpuGptOssGroupedExperts(GptOssGroupedExperts):

@@ -1,4 +1,4 @@
-"""torch_npu's ``npu::`` operators, under their own names and schemas, on every backend.
+"""torch_npu's ``npu::`` operators, under its names and schemas, on every backend.
 
 Importing this package makes ``torch.ops.npu.npu_rms_norm`` and the others callable. Where torch_npu is loaded, they are
 torch_npu's operators. Elsewhere this package defines them: reference kernels on a CPU, Triton kernels on a GPU.

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from torchtitan_npu.ops.core.arguments import Call
-from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.op import Limit, declare
+from torchtitan_npu.ops.core.sharding import Sharding
 from torchtitan_npu.torch_internals.distributed import process_group
 
 
@@ -49,7 +49,7 @@ def npu_mm_reduce_scatter_base(input: Tensor, x2: Tensor, hcom: str, world_size:
     .. math:: y = \Big( \sum_r input_r \; x_{2,r} \Big)_{rows\ of\ this\ rank}
 
     ``input`` (m, k), ``x2`` (k, n). Returns (m / world_size, n). The sum of a rank's rows starts at the next rank and
-    travels around the ring to its own rank. A rank computes its summand while it receives the partial sum.
+    travels around the ring to its rank. A rank computes its summand while it receives the partial sum.
     """
     group = process_group(hcom)
     rank = group.rank()
@@ -58,9 +58,9 @@ def npu_mm_reduce_scatter_base(input: Tensor, x2: Tensor, hcom: str, world_size:
     for step in range(1, world_size):
         received = torch.empty_like(total)
         pending = _exchange(group, total, received)
-        own = torch.mm(parts[(rank - step - 1) % world_size], x2)
+        summand = torch.mm(parts[(rank - step - 1) % world_size], x2)
         _wait(pending)
-        total = received.add_(own)
+        total = received.add_(summand)
     return total
 
 
@@ -78,6 +78,8 @@ def _wait(pending: list[Work]) -> None:
         work.wait()
 
 
+NO_SHARDING: Sharding = lambda call: ()  # noqa: E731
+"""These operators communicate themselves and take local tensors only."""
 OPTIONS = "Tensor? bias=None, Tensor? x1_scale=None, Tensor? x2_scale=None"
 WORLD_SIZES = (2, 4, 8, 16, 32)
 
@@ -114,15 +116,6 @@ def scatter_checks(call: Call) -> Iterator[str]:
         yield f"input must have a number of rows that world_size {call.world_size} divides, not {call.input.shape[0]}"
 
 
-def scatter_fake(call: Call) -> Tensor:
-    return call.input.new_empty(call.input.shape[0] // call.world_size, call.x2.shape[1])
-
-
-def no_sharding(call: Call) -> Iterator[Strategy]:
-    """Yield nothing: these operators communicate themselves and take local tensors only."""
-    yield from ()
-
-
 LIMITS = (
     Limit("input.dtype", lambda call: call.input.dtype, (torch.float16, torch.bfloat16)),
     Limit("the number of rows of x2", lambda call: call.x2.shape[0], range(256, 65535)),
@@ -130,26 +123,22 @@ LIMITS = (
 )
 
 declare(
-    Op(
-        schema=f"npu::npu_all_gather_base_mm(Tensor input, Tensor x2, str hcom, int world_size, *, {OPTIONS}, "
-        "int gather_index=0, bool gather_output=True, int comm_turn=0, ScalarType? output_dtype=None, "
-        "str? comm_mode=None) -> (Tensor, Tensor)",
-        reference=npu_all_gather_base_mm,
-        fake=gather_fake,
-        checks=gather_checks,
-        sharding=no_sharding,
-        limits=LIMITS,
-    )
+    schema=f"npu::npu_all_gather_base_mm(Tensor input, Tensor x2, str hcom, int world_size, *, {OPTIONS}, "
+    "int gather_index=0, bool gather_output=True, int comm_turn=0, ScalarType? output_dtype=None, "
+    "str? comm_mode=None) -> (Tensor, Tensor)",
+    reference=npu_all_gather_base_mm,
+    fake=gather_fake,
+    checks=gather_checks,
+    sharding=NO_SHARDING,
+    limits=LIMITS,
 )
 declare(
-    Op(
-        schema="npu::npu_mm_reduce_scatter_base(Tensor input, Tensor x2, str hcom, int world_size, *, "
-        f'str reduce_op="sum", {OPTIONS}, int comm_turn=0, ScalarType? output_dtype=None, str? comm_mode=None) '
-        "-> Tensor",
-        reference=npu_mm_reduce_scatter_base,
-        fake=scatter_fake,
-        checks=scatter_checks,
-        sharding=no_sharding,
-        limits=LIMITS,
-    )
+    schema="npu::npu_mm_reduce_scatter_base(Tensor input, Tensor x2, str hcom, int world_size, *, "
+    f'str reduce_op="sum", {OPTIONS}, int comm_turn=0, ScalarType? output_dtype=None, str? comm_mode=None) '
+    "-> Tensor",
+    reference=npu_mm_reduce_scatter_base,
+    fake=lambda call: call.input.new_empty(call.input.shape[0] // call.world_size, call.x2.shape[1]),
+    checks=scatter_checks,
+    sharding=NO_SHARDING,
+    limits=LIMITS,
 )

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Shard
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dim, check_dtype, check_shape
 from torchtitan_npu.ops.core.dtypes import compute_dtype
-from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.op import Limit, declare
+from torchtitan_npu.ops.core.sharding import shard_alike
 
-SOFTMAX, SIGMOID = 0, 1
-BEST, SUM_OF_TWO_BEST = 0, 1
+SIGMOID = 1
+"""The ``norm_type`` other than softmax, 0."""
+SUM_OF_TWO_BEST = 1
+"""The ``group_select_mode`` other than that of the best expert, 0."""
 
 
 def npu_moe_gating_top_k(
@@ -71,8 +72,8 @@ def _best_groups_only(groups: Tensor, k_group: int, group_select_mode: int) -> T
     """Return ``groups`` (tokens, groups, experts of a group) with minus infinity outside the ``k_group`` best."""
     best = 2 if group_select_mode == SUM_OF_TWO_BEST else 1
     merit = groups.topk(best, dim=-1).values.sum(-1)
-    kept = merit.sort(dim=-1, descending=True, stable=True).indices[:, :k_group]
-    dropped = torch.ones_like(merit, dtype=torch.bool).scatter_(1, kept, False)
+    selected = merit.sort(dim=-1, descending=True, stable=True).indices[:, :k_group]
+    dropped = torch.ones_like(merit, dtype=torch.bool).scatter_(1, selected, False)
     return groups.masked_fill(dropped.unsqueeze(-1), -torch.inf)
 
 
@@ -141,14 +142,6 @@ def fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=compute_dtype(x))
 
 
-def sharding(call: Call) -> Iterator[Strategy]:
-    # the experts of a token do not depend on other tokens
-    placements: dict[str, Placement] = {"x": Shard(0)}
-    if call.input_ids is not None:
-        placements["input_ids"] = Shard(0)
-    yield [Shard(0), Shard(0), Shard(0)], placements
-
-
 def save(ctx: Any, output: tuple[Tensor, Tensor, Tensor], call: Call) -> None:
     if call.bias is not None and call.bias.requires_grad:
         raise RuntimeError("npu_moe_gating_top_k: bias must not require a gradient: the operator has none for it")
@@ -166,32 +159,31 @@ def backward(npu: Any, ctx: Any, grad_y: Tensor, *_: None) -> dict[str, Tensor]:
 
 
 declare(
-    Op(
-        schema="npu::npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, "
-        "Tensor? tid2eid=None, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "
-        "int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) "
-        "-> (Tensor, Tensor, Tensor)",
-        reference=npu_moe_gating_top_k,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        autograd=Autograd(save, backward),
-        limits=(
-            Limit("x.dtype", lambda call: call.x.dtype, NPU_FLOATS),
-            Limit("the number of experts", lambda call: call.x.shape[1], NPU_EXPERTS),
-            Limit(
-                "the number of experts in a group",
-                lambda call: call.x.shape[1] // call.group_count,
-                range(3, NPU_EXPERTS.stop),
-            ),
-            Limit(
-                "the number of experts, each group rounded up to 32",
-                lambda call: -(-call.x.shape[1] // call.group_count // 32) * 32 * call.group_count,
-                NPU_EXPERTS,
-            ),
-            Limit("renorm", lambda call: call.renorm, (0,)),
+    schema="npu::npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, "
+    "Tensor? tid2eid=None, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "
+    "int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=npu_moe_gating_top_k,
+    fake=fake,
+    checks=checks,
+    # the experts of a token do not depend on other tokens
+    sharding=lambda call: shard_alike([0], 3, *(("x",) if call.input_ids is None else ("x", "input_ids"))),
+    autograd=Autograd(save, backward),
+    limits=(
+        Limit("x.dtype", lambda call: call.x.dtype, NPU_FLOATS),
+        Limit("the number of experts", lambda call: call.x.shape[1], NPU_EXPERTS),
+        Limit(
+            "the number of experts in a group",
+            lambda call: call.x.shape[1] // call.group_count,
+            range(3, NPU_EXPERTS.stop),
         ),
-    )
+        Limit(
+            "the number of experts, each group rounded up to 32",
+            lambda call: -(-call.x.shape[1] // call.group_count // 32) * 32 * call.group_count,
+            NPU_EXPERTS,
+        ),
+        Limit("renorm", lambda call: call.renorm, (0,)),
+    ),
 )
 
 
@@ -210,21 +202,15 @@ def backward_checks(call: Call) -> Iterator[str]:
         yield f"renorm must be 0 or 1, not {call.renorm}"
 
 
-def backward_fake(call: Call) -> Tensor:
-    return call.grad_y.new_empty(call.x_norm.shape)
-
-
 declare(
-    Op(
-        schema="npu::npu_moe_gating_top_k_backward(Tensor x_norm, Tensor grad_y, Tensor expertIdx, *, int renorm=0, "
-        "int norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor",
-        reference=npu_moe_gating_top_k_backward,
-        fake=backward_fake,
-        checks=backward_checks,
-        sharding=lambda call: [([Shard(0)], {"x_norm": Shard(0), "grad_y": Shard(0), "expertIdx": Shard(0)})],
-        limits=(
-            Limit("x_norm.dtype", lambda call: call.x_norm.dtype, (torch.float32,)),
-            Limit("the number of experts", lambda call: call.x_norm.shape[1], NPU_EXPERTS),
-        ),
-    )
+    schema="npu::npu_moe_gating_top_k_backward(Tensor x_norm, Tensor grad_y, Tensor expertIdx, *, int renorm=0, "
+    "int norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor",
+    reference=npu_moe_gating_top_k_backward,
+    fake=lambda call: call.grad_y.new_empty(call.x_norm.shape),
+    checks=backward_checks,
+    sharding=lambda call: shard_alike([0], 1, "x_norm", "grad_y", "expertIdx"),
+    limits=(
+        Limit("x_norm.dtype", lambda call: call.x_norm.dtype, (torch.float32,)),
+        Limit("the number of experts", lambda call: call.x_norm.shape[1], NPU_EXPERTS),
+    ),
 )

@@ -16,7 +16,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
 from torchtitan_npu.ops.core.dtypes import upcast
-from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.op import Limit, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.rotary_mul import rotate_pairs
 
@@ -82,7 +82,7 @@ def checks(call: Call) -> Iterator[str]:
         yield f"rotary_mode must be half or interleave, not {call.rotary_mode!r}"
     if call.cache_mode not in (None, "default", "interleave"):
         yield f"cache_mode must be default or interleave, not {call.cache_mode!r}"
-    yield from _check_tensors(call.positions, call.query, call.key, call.cos_sin_cache, call.head_size)
+    yield from _check_tensors(call)
     rotary_dim = call.cos_sin_cache.shape[1]
     if not any(call.mrope_section or ()):  # None or zeros: one position per token
         if call.positions.dim() != 1:
@@ -118,9 +118,14 @@ def section_problem(section: Sequence[int], interleaved: bool, rotary_dim: int) 
     return None
 
 
-def _check_tensors(
-    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int
-) -> Iterator[str]:
+def _check_tensors(call: Call) -> Iterator[str]:
+    positions, query, key, head_size, cos_sin_cache = (
+        call.positions,
+        call.query,
+        call.key,
+        call.head_size,
+        call.cos_sin_cache,
+    )
     yield from check_dtype("positions", positions, torch.int32, torch.int64)
     yield from check_dtype("query", query, *FLOATS)
     for name, tensor in (("key", key), ("cos_sin_cache", cos_sin_cache)):
@@ -138,10 +143,6 @@ def _check_tensors(
             f"cos_sin_cache must have the shape (positions, rotary_dim), rotary_dim even and at most head_size "
             f"{head_size}, not {tuple(cos_sin_cache.shape)}"
         )
-
-
-def fake(call: Call) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(call.query), torch.empty_like(call.key)
 
 
 def sharding(call: Call) -> Iterator[Strategy]:
@@ -176,15 +177,13 @@ LIMITS = (
 )
 
 declare(
-    Op(
-        schema="npu::npu_mrope(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
-        'int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") -> (Tensor, Tensor)',
-        reference=npu_mrope,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        limits=LIMITS,
-    )
+    schema="npu::npu_mrope(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
+    'int[]? mrope_section=None, str? rotary_mode="half", str? cache_mode="default") -> (Tensor, Tensor)',
+    reference=npu_mrope,
+    fake=lambda call: (torch.empty_like(call.query), torch.empty_like(call.key)),
+    checks=checks,
+    sharding=sharding,
+    limits=LIMITS,
 )
 
 
@@ -194,37 +193,28 @@ def mrope(
     key: Tensor,
     cos_sin_cache: Tensor,
     head_size: int,
-    *,
-    mrope_section: Sequence[int] | None = None,
-    rotary_mode: str = "half",
-    cache_mode: str = "default",
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Call ``torch.ops.npu.npu_mrope`` with gradients for ``query`` and ``key``.
 
     ``positions`` (T,) or (3 or 4, T), ``query`` and ``key`` (T, heads * head_size), ``cos_sin_cache`` (max_position,
-    rotary_dim), all three of one dtype. Returns the rotated query and key, with the shapes of ``query`` and ``key``.
+    rotary_dim), all three of one dtype. The ``options`` are the operator's: mrope_section, rotary_mode, cache_mode.
+    Returns the rotated query and key, with the shapes of ``query`` and ``key``.
     """
     if cos_sin_cache.requires_grad:
         raise UsageError("mrope: cos_sin_cache has no gradient; detach it")
-    options = {"mrope_section": mrope_section, "rotary_mode": rotary_mode, "cache_mode": cache_mode}
     return _MRope.apply(positions, query, key, cos_sin_cache, head_size, options)
 
 
 class _MRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-        cos_sin_cache: Tensor,
-        head_size: int,
-        options: dict[str, Any],
+        ctx: Any, positions: Tensor, query: Tensor, key: Tensor, cache: Tensor, head_size: int, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(positions, cos_sin_cache)
+        ctx.save_for_backward(positions, cache)
         ctx.head_size, ctx.options = head_size, options
         ctx.set_materialize_grads(False)  # zeros would be plain tensors even if query and key are DTensors
-        return torch.ops.npu.npu_mrope(positions, query, key, cos_sin_cache, head_size, **options)
+        return torch.ops.npu.npu_mrope(positions, query, key, cache, head_size, **options)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -232,8 +222,8 @@ class _MRope(torch.autograd.Function):
         if not used:
             return (None,) * 6
         # the transpose of a rotation is the rotation by the negative angle: the same operator with the sines negated
-        positions, cos_sin_cache = ctx.saved_tensors
-        cos, sin = cos_sin_cache.chunk(2, dim=-1)
+        positions, cache = ctx.saved_tensors
+        cos, sin = cache.chunk(2, dim=-1)
         inverse = torch.cat((cos, -sin), dim=-1)
         # the operator takes two tensors: if only one of query and key has a gradient, pass that one twice
         rotated = _MRope.apply(positions, used[0], used[-1], inverse, ctx.head_size, ctx.options)

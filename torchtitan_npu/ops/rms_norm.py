@@ -11,10 +11,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd, not_implemented
-from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_alike, check_dtype, check_is
+from torchtitan_npu.ops.core.checks import FLOATS, MAX_DIMS, NPU_FLOATS, check_alike, check_dtype, check_is
 from torchtitan_npu.ops.core.dtypes import compute_dtype, upcast
-from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.op import Limit, declare
+from torchtitan_npu.ops.core.sharding import Strategy, shard_alike
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -64,10 +64,6 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> t
     return y, rstd, x
 
 
-MAX_DIMS = 8
-"""CANN's kernels take no tensor with more dimensions."""
-
-
 def _rstd_shape(input: Tensor, gamma: Tensor) -> list[int]:
     return [*input.shape[: input.dim() - gamma.dim()], *([1] * gamma.dim())]
 
@@ -91,11 +87,6 @@ def fake(call: Call) -> tuple[Tensor, Tensor]:
     return torch.empty_like(call.input), rstd
 
 
-def sharding(call: Call) -> Iterator[Strategy]:
-    for dim in range(call.input.ndim - call.gamma.ndim):
-        yield [Shard(dim), Shard(dim)], {"input": Shard(dim)}
-
-
 def save(ctx: Any, output: tuple[Tensor, Tensor], call: Call) -> None:
     rstd = output[1]
     ctx.save_for_backward(call.input, call.gamma, rstd)
@@ -113,16 +104,13 @@ LIMITS = (
 )
 
 declare(
-    Op(
-        schema="npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) "
-        "-> (Tensor, Tensor)",
-        reference=npu_rms_norm,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        autograd=Autograd(save, backward),
-        limits=LIMITS,
-    )
+    schema="npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)",
+    reference=npu_rms_norm,
+    fake=fake,
+    checks=checks,
+    sharding=lambda call: shard_alike(range(call.input.ndim - call.gamma.ndim), 2, "input"),
+    autograd=Autograd(save, backward),
+    limits=LIMITS,
 )
 
 
@@ -132,25 +120,19 @@ def backward_checks(call: Call) -> Iterator[str]:
     yield from check_is("rstd", call.rstd, compute_dtype(call.input), _rstd_shape(call.input, call.gamma))
 
 
-def backward_fake(call: Call) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(call.input), torch.empty_like(call.gamma, dtype=compute_dtype(call.input))
-
-
 def backward_sharding(call: Call) -> Iterator[Strategy]:
     for dim in range(call.input.ndim - call.gamma.ndim):
-        # each rank sums the gradient of gamma over its own tokens
+        # each rank sums the gradient of gamma over its tokens
         yield [Shard(dim), Partial()], {"dy": Shard(dim), "input": Shard(dim), "gamma": Replicate(), "rstd": Shard(dim)}
 
 
 declare(
-    Op(
-        schema="npu::npu_rms_norm_backward(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
-        reference=npu_rms_norm_backward,
-        fake=backward_fake,
-        checks=backward_checks,
-        sharding=backward_sharding,
-        limits=LIMITS,
-    )
+    schema="npu::npu_rms_norm_backward(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
+    reference=npu_rms_norm_backward,
+    fake=lambda call: (torch.empty_like(call.input), torch.empty_like(call.gamma, dtype=compute_dtype(call.input))),
+    checks=backward_checks,
+    sharding=backward_sharding,
+    limits=LIMITS,
 )
 
 
@@ -159,28 +141,16 @@ def add_checks(call: Call) -> Iterator[str]:
     yield from check_alike("x2", call.x2, "x1", call.x1)
 
 
-def add_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    y, rstd = fake(Call(input=call.x1, gamma=call.gamma))
-    return y, rstd, torch.empty_like(call.x1)
-
-
-def add_sharding(call: Call) -> Iterator[Strategy]:
-    for dim in range(call.x1.ndim - call.gamma.ndim):
-        yield [Shard(dim), Shard(dim), Shard(dim)], {"x1": Shard(dim), "x2": Shard(dim)}
-
-
 declare(
-    Op(
-        schema="npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
-        "-> (Tensor, Tensor, Tensor)",
-        reference=npu_add_rms_norm,
-        fake=add_fake,
-        checks=add_checks,
-        sharding=add_sharding,
-        autograd=not_implemented("npu_add_rms_norm"),
-        limits=(
-            Limit("x1.dtype", lambda call: call.x1.dtype, NPU_FLOATS),
-            Limit("the number of dimensions of x1", lambda call: call.x1.dim(), range(1, MAX_DIMS + 1)),
-        ),
-    )
+    schema="npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=npu_add_rms_norm,
+    fake=lambda call: (*fake(Call(input=call.x1, gamma=call.gamma)), torch.empty_like(call.x1)),
+    checks=add_checks,
+    sharding=lambda call: shard_alike(range(call.x1.ndim - call.gamma.ndim), 3, "x1", "x2"),
+    autograd=not_implemented("npu_add_rms_norm"),
+    limits=(
+        Limit("x1.dtype", lambda call: call.x1.dtype, NPU_FLOATS),
+        Limit("the number of dimensions of x1", lambda call: call.x1.dim(), range(1, MAX_DIMS + 1)),
+    ),
 )

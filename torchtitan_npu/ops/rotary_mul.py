@@ -1,4 +1,4 @@
-"""``npu_rotary_mul`` and its gradient: rotary position embedding with given cosines and sines.
+"""``npu_rotary_mul`` and its gradient: rotary position embedding by cosines and sines.
 
 The kernels compute in float32, or in float64 for float64 input.
 """
@@ -16,7 +16,7 @@ from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_alike, check_dtype
 from torchtitan_npu.ops.core.dtypes import upcast
-from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.op import Limit, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 
 
@@ -47,7 +47,7 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rota
 
 def npu_rotary_mul_backward(
     grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     r"""Return the gradients of :func:`npu_rotary_mul` with respect to ``input``, ``r1`` and ``r2``.
 
     The transpose of a rotation by a right angle is its negative, so
@@ -62,18 +62,12 @@ def npu_rotary_mul_backward(
     g, x, cos, sin = upcast(grad, input, r1.to(input.dtype), r2.to(input.dtype))
     dx = g * cos - rotate_pairs(g * sin, rotary_mode)
     dr1, dr2 = (g * x).sum_to_size(r1.shape), (g * rotate_pairs(x, rotary_mode)).sum_to_size(r2.shape)
-    return (
-        torch.empty_like(input).copy_(dx),
-        torch.empty_like(r1, dtype=input.dtype).copy_(dr1),
-        torch.empty_like(r2, dtype=input.dtype).copy_(dr2),
-    )
-
-
-MODES = ("half", "interleave")
+    results = (input, dx), (r1, dr1), (r2, dr2)
+    return tuple(torch.empty_like(like, dtype=input.dtype).copy_(grad) for like, grad in results)
 
 
 def checks(call: Call) -> Iterator[str]:
-    if call.rotary_mode not in MODES:
+    if call.rotary_mode not in ("half", "interleave"):
         yield f"rotary_mode must be half or interleave, not {call.rotary_mode!r}"
     x, rotate = call.input, call.rotate
     for name, tensor in (("input", x), ("r1", call.r1), ("r2", call.r2), ("rotate", rotate)):
@@ -100,10 +94,6 @@ def checks(call: Call) -> Iterator[str]:
         yield f"rotate must have the shape ({size}, {size}) of the last dimension of input, not {tuple(rotate.shape)}"
 
 
-def fake(call: Call) -> Tensor:
-    return call.input.new_empty(call.input.shape)
-
-
 def sharding(call: Call) -> Iterator[Strategy]:
     for dim in range(call.input.ndim - 1):
         angles: dict[str, Placement] = {} if call.r1.shape[dim] == 1 else {"r1": Shard(dim), "r2": Shard(dim)}
@@ -123,6 +113,10 @@ def backward(npu: Any, ctx: Any, grad: Tensor) -> dict[str, Tensor]:
 
 LAYOUTS = {"BNSD": ("11SD", "B1SD", "BNSD"), "BSND": ("1S1D", "BS1D", "BSND"), "SBND": ("S11D", "SB1D", "SBND")}
 """The shapes of r1 and r2 that an NPU takes with each layout of the input. Mode interleave takes only the first."""
+ALLOWED_LAYOUTS = (
+    *(f"half: {name}" for names in LAYOUTS.values() for name in names),
+    *(f"interleave: {names[0]}" for names in LAYOUTS.values()),
+)
 
 
 def _readings(input: Tensor, r1: Tensor) -> list[tuple[str, int, int]]:
@@ -131,10 +125,8 @@ def _readings(input: Tensor, r1: Tensor) -> list[tuple[str, int, int]]:
         (name, input.shape[layout.index("B")], input.shape[layout.index("N")])
         for layout, names in LAYOUTS.items()
         for name in names
-        if all(
-            size == (1 if letter == "1" else full)
-            for letter, size, full in zip(name, r1.shape, input.shape, strict=True)
-        )
+        if tuple(r1.shape)
+        == tuple(1 if letter == "1" else size for letter, size in zip(name, input.shape, strict=True))
     ]
 
 
@@ -142,12 +134,6 @@ def _layout_of(call: Call) -> str:
     """Return a layout that an NPU takes in this mode, such as ``"half: 1S1D"``, or the mode and shape if none fits."""
     names = [f"{call.rotary_mode}: {name}" for name, _, _ in _readings(call.input, call.r1)]
     return next((name for name in names if name in ALLOWED_LAYOUTS), f"{call.rotary_mode}: {tuple(call.r1.shape)}")
-
-
-ALLOWED_LAYOUTS = (
-    *(f"half: {name}" for names in LAYOUTS.values() for name in names),
-    *(f"interleave: {names[0]}" for names in LAYOUTS.values()),
-)
 
 
 def _batch_or_heads(call: Call) -> int:
@@ -169,16 +155,14 @@ LIMITS = (
 )
 
 declare(
-    Op(
-        schema='npu::npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
-        "-> Tensor",
-        reference=npu_rotary_mul,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        autograd=Autograd(save, backward),
-        limits=LIMITS,
-    )
+    schema='npu::npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) '
+    "-> Tensor",
+    reference=npu_rotary_mul,
+    fake=lambda call: call.input.new_empty(call.input.shape),
+    checks=checks,
+    sharding=sharding,
+    autograd=Autograd(save, backward),
+    limits=LIMITS,
 )
 
 
@@ -187,31 +171,21 @@ def backward_checks(call: Call) -> Iterator[str]:
     yield from check_alike("grad", call.grad, "input", call.input)
 
 
-def backward_fake(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(call.input),
-        torch.empty_like(call.r1, dtype=call.input.dtype),
-        torch.empty_like(call.r2, dtype=call.input.dtype),
-    )
-
-
 def backward_sharding(call: Call) -> Iterator[Strategy]:
     for dim in range(call.input.ndim - 1):
         sharded: dict[str, Placement] = {"grad": Shard(dim), "input": Shard(dim)}
-        if call.r1.shape[dim] == 1:  # r1 was broadcast: each rank sums over its own part
+        if call.r1.shape[dim] == 1:  # r1 was broadcast: each rank sums over its part
             yield [Shard(dim), Partial(), Partial()], sharded
         else:
             yield [Shard(dim), Shard(dim), Shard(dim)], {**sharded, "r1": Shard(dim), "r2": Shard(dim)}
 
 
 declare(
-    Op(
-        schema="npu::npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, "
-        'str rotary_mode="half") -> (Tensor, Tensor, Tensor)',
-        reference=npu_rotary_mul_backward,
-        fake=backward_fake,
-        checks=backward_checks,
-        sharding=backward_sharding,
-        limits=LIMITS[:4],
-    )
+    schema="npu::npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, "
+    'str rotary_mode="half") -> (Tensor, Tensor, Tensor)',
+    reference=npu_rotary_mul_backward,
+    fake=lambda call: tuple(torch.empty_like(x, dtype=call.input.dtype) for x in (call.input, call.r1, call.r2)),
+    checks=backward_checks,
+    sharding=backward_sharding,
+    limits=LIMITS[:4],
 )

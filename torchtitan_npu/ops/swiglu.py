@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd
-from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype
+from torchtitan_npu.ops.core.checks import FLOATS, MAX_DIMS, NPU_FLOATS, check_dtype, check_is
 from torchtitan_npu.ops.core.dtypes import upcast
-from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.op import Limit, declare
+from torchtitan_npu.ops.core.sharding import shard_alike
 
 
 def npu_swiglu(input: Tensor, dim: int) -> Tensor:
@@ -42,10 +41,6 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
     return torch.empty_like(input).copy_(torch.cat((g * b * s * (1 + a * (1 - s)), g * a * s), dim))
 
 
-MAX_DIMS = 8
-"""CANN's kernels take no tensor with more dimensions."""
-
-
 def _halved(call: Call) -> list[int]:
     """Return the shape of the input with half of ``dim``."""
     shape = list(call.input.shape)
@@ -63,14 +58,8 @@ def checks(call: Call) -> Iterator[str]:
         yield f"input must have an even size along dim {call.dim}, not {call.input.shape[call.dim]}"
 
 
-def fake(call: Call) -> Tensor:
-    return call.input.new_empty(_halved(call))
-
-
-def sharding(call: Call) -> Iterator[Strategy]:
-    for other in range(call.input.ndim):
-        if other != call.dim % call.input.ndim:
-            yield [Shard(other)], {"input": Shard(other)}
+def _other_dims(call: Call) -> list[int]:
+    return [dim for dim in range(call.input.ndim) if dim != call.dim % call.input.ndim]
 
 
 def save(ctx: Any, output: Tensor, call: Call) -> None:
@@ -88,45 +77,27 @@ LIMITS = (
 )
 
 declare(
-    Op(
-        schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
-        reference=npu_swiglu,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        autograd=Autograd(save, backward),
-        limits=LIMITS,
-    )
+    schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
+    reference=npu_swiglu,
+    fake=lambda call: call.input.new_empty(_halved(call)),
+    checks=checks,
+    sharding=lambda call: shard_alike(_other_dims(call), 1, "input"),
+    autograd=Autograd(save, backward),
+    limits=LIMITS,
 )
 
 
 def backward_checks(call: Call) -> Iterator[str]:
     yield from checks(call)
-    shape = _halved(call)
-    if (list(call.grad_output.shape), call.grad_output.dtype) != (shape, call.input.dtype):
-        yield (
-            f"grad_output must be {call.input.dtype} of shape {tuple(shape)}, input halved along dim {call.dim}, "
-            f"not {call.grad_output.dtype} of shape {tuple(call.grad_output.shape)}"
-        )
-
-
-def backward_fake(call: Call) -> Tensor:
-    return torch.empty_like(call.input)
-
-
-def backward_sharding(call: Call) -> Iterator[Strategy]:
-    for other in range(call.input.ndim):
-        if other != call.dim % call.input.ndim:
-            yield [Shard(other)], {"grad_output": Shard(other), "input": Shard(other)}
+    why = f"input halved along dim {call.dim}"
+    yield from check_is("grad_output", call.grad_output, call.input.dtype, _halved(call), why)
 
 
 declare(
-    Op(
-        schema="npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
-        reference=npu_swiglu_backward,
-        fake=backward_fake,
-        checks=backward_checks,
-        sharding=backward_sharding,
-        limits=LIMITS,
-    )
+    schema="npu::npu_swiglu_backward(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
+    reference=npu_swiglu_backward,
+    fake=lambda call: torch.empty_like(call.input),
+    checks=backward_checks,
+    sharding=lambda call: shard_alike(_other_dims(call), 1, "grad_output", "input"),
+    limits=LIMITS,
 )

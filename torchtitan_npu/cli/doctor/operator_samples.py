@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_npu.cli.doctor.call_description import TensorDescription
 from torchtitan_npu.ops import OPS
-from torchtitan_npu.ops.fusion_attention.function import causal_mask
+from torchtitan_npu.ops.fusion_attention.op import causal_mask
 from torchtitan_npu.ops.moe_gating import SIGMOID
 from torchtitan_npu.ops.sparse_flash_attention.op import MLA_ABSORBED, PASSED_TO_GRAD
 

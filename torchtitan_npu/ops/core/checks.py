@@ -14,10 +14,12 @@ FLOATS = (*NPU_FLOATS, torch.float64)
 """Floating dtypes that the reference kernels take: float64, which an NPU does not take, is for oracles."""
 MATRIX_INNER_LIMIT = 65536
 """The innermost dimension of each matrix of the NPU's products is smaller."""
+MAX_DIMS = 8
+"""CANN's kernels take no tensor with more dimensions."""
 
 
 def longest_document(ends: Sequence[int]) -> int:
-    """Return the length of the longest document, given their ends."""
+    """Return the length of the longest of the documents that end at ``ends``."""
     return max(end - start for start, end in pairwise((0, *ends)))
 
 
@@ -55,7 +57,8 @@ def check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> It
         )
 
 
-def check_is(name: str, tensor: Tensor, dtype: torch.dtype, shape: Any) -> Iterator[str]:
-    """Check dtype and shape."""
+def check_is(name: str, tensor: Tensor, dtype: torch.dtype, shape: Any, why: str = "") -> Iterator[str]:
+    """Check dtype and shape. ``why`` explains them in the message."""
     if (tensor.dtype, list(tensor.shape)) != (dtype, list(shape)):
-        yield f"{name} must be {dtype} of shape {tuple(shape)}, not {tensor.dtype} of shape {tuple(tensor.shape)}"
+        found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        yield f"{name} must be {dtype} of shape {tuple(shape)}{why and f', {why}'}, not {found}"

@@ -6,7 +6,7 @@ attributes: ``call.input``, ``call.dim``.
 
 Adding an operator touches four files (docs/how-to/add-an-operator.md):
 
-1. ``ops/<family>.py``: the kernel in plain PyTorch, with the formula in its docstring, and ``declare(Op(...))``.
+1. ``ops/<family>.py``: the kernel in plain PyTorch, with the formula in its docstring, and ``declare(...)``.
 2. ``tests/_helpers/op_cases/<family>.py``: valid and invalid calls, for the contract tests.
 3. ``tests/ops/test_op.py``: the schema, a line of its table.
 4. ``tests/ops/test_<family>.py``: the tests of its numbers.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -37,6 +37,8 @@ from torchtitan_npu.torch_internals.dispatch import (
     without_autocast,
 )
 from torchtitan_npu.torch_internals.dtensor import has_rule
+
+Fields = ParamSpec("Fields")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Op:
     reference: Callable[..., Any]
     """The kernel in plain PyTorch, for CPUs. It receives the arguments by name, as every kernel does."""
     fake: Callable[..., Any]
-    """Return outputs with the shapes, dtypes and strides of torch_npu's meta kernel, given a :class:`Call`."""
+    """Return outputs with the shapes, dtypes and strides of torch_npu's meta kernel, for a :class:`Call`."""
     checks: Callable[[Call], Iterator[str]]
     """Yield an error for each argument that torch_npu rejects at any size. Runs once per call, before the kernel."""
     sharding: Sharding
@@ -94,12 +96,13 @@ class Op:
         """Run the kernel for NVIDIA GPUs: the first in ``gpu_kernels/registry.py`` that suits, or the reference."""
         return gpu.run(self.name, self.reference, **arguments)
 
+    def meta(self, **arguments: Any) -> Any:
+        """Run the kernel for fake tensors and the device ``meta``."""
+        return self.fake(Call(**arguments))
+
     def check(self, **arguments: Any) -> None:
         """Raise a :class:`UsageError` that names the argument, if torch_npu would reject these ``arguments``."""
-        self._check(Call(**arguments))
-
-    def _check(self, call: Call) -> None:
-        for problem in self.checks(call):
+        for problem in self.checks(Call(**arguments)):
             raise UsageError(f"{self.name}: {problem}")
 
     def argument_errors(self, **arguments: Any) -> Iterator[str]:
@@ -127,19 +130,24 @@ OPS: dict[str, Op] = {}
 _libraries: list[torch.library.Library] = []  # registrations live as long as these objects
 
 
-def declare(op: Op) -> Op:
-    """Add ``op`` to :data:`OPS`. :func:`define` registers it with PyTorch."""
-    if op.name in OPS:
-        raise ValueError(f"{op.name} is declared twice")
-    OPS[op.name] = op
-    return op
+def _declaring(cls: Callable[Fields, Op]) -> Callable[Fields, None]:
+    def declare(*args: Fields.args, **fields: Fields.kwargs) -> None:
+        op = cls(*args, **fields)
+        assert op.name not in OPS, f"{op.name} is declared twice"
+        OPS[op.name] = op
+
+    return declare
+
+
+declare = _declaring(Op)  # typed as the constructor
+"""Add an :class:`Op` with these fields to :data:`OPS`. :func:`define` registers it with PyTorch."""
 
 
 def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
     """Define those of ``ops`` (default: all) that ``namespace`` lacks, and return their names.
 
-    Where torch_npu is loaded, its ``npu::`` operators stay. Those without a meta kernel or a DTensor rule get ours.
-    Another namespace takes our operators beside torch_npu's, to compare the two in one process.
+    Where torch_npu is loaded, its ``npu::`` operators stay. Those without a meta kernel or a DTensor rule get this
+    package's. Another namespace takes this package's operators beside torch_npu's, to compare the two in one process.
     """
     ops = list(OPS.values() if ops is None else ops)
     library = torch.library.Library(namespace, "FRAGMENT")
@@ -149,7 +157,7 @@ def define(namespace: str, ops: Iterable[Op] | None = None) -> list[str]:
         _define(library, namespace, op)
     for op in ops:
         if not has_kernel(op.overload(namespace), "Meta"):
-            kernel = _checked(op, namespace, op.fake)
+            kernel = _checked(op, namespace, op.meta)
             torch.library.register_fake(f"{namespace}::{op.name}", kernel, lib=library)
         if not has_rule(op.overload(namespace)):
             register_sharding_rule(op.overload(namespace), op.sharding, op.localize)
@@ -165,25 +173,25 @@ def _is_defined(namespace: str, op: Op) -> bool:
 def _define(library: torch.library.Library, namespace: str, op: Op) -> None:
     library.define(op.schema.removeprefix("npu::"), tags=torch.Tag.pt2_compliant_tag)
     overload = op.overload(namespace)
-    library.impl(op.name, _checked(op, namespace, lambda call: op.reference(**vars(call))), "CPU")
-    library.impl(op.name, _checked(op, namespace, lambda call: op.cuda(**vars(call))), "CUDA")
+    library.impl(op.name, _checked(op, namespace, op.reference), "CPU")
+    library.impl(op.name, _checked(op, namespace, op.cuda), "CUDA")
     if isinstance(op.autograd, Through):
         library.impl(op.name, through_kernel(overload, op.autograd, op.check), "Autograd")
     elif op.autograd is not None:
         library.impl(op.name, autograd_kernel(overload, op.autograd), "Autograd")
 
 
-def _checked(op: Op, namespace: str, kernel: Callable[[Call], Any]) -> Callable[..., Any]:
+def _checked(op: Op, namespace: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``kernel`` as PyTorch calls it, with the checks of ``op`` before it."""
     overload = op.overload(namespace)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        call = Call(**by_name(overload, args, kwargs))
-        op._check(call)
+        arguments = by_name(overload, args, kwargs)
+        op.check(**arguments)
         # Without these, autograd would differentiate the kernel of an operator that torch_npu has no gradient for,
         # and autocast would change the dtypes of the products inside a kernel.
         with below_autograd(), without_autocast():
-            return kernel(call)
+            return kernel(**arguments)
 
     return run
 

@@ -11,7 +11,7 @@ from torchtitan_npu.torch_internals.autograd import runs_in_this_backward
 
 
 def gradients_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Sequence[Tensor]]) -> list[Tensor | None]:
-    """Return the gradients of those ``inputs`` that this backward pass continues to, and ``None`` for the others.
+    """Return the gradients of those ``inputs`` that this backward pass continues to, and ``None`` elsewhere.
 
     ``inputs`` are positions among the tensor inputs of the function. ``compute(*saved_tensors)`` returns the gradients
     of all ``inputs``. It runs once, in the first pass that needs one.
@@ -21,17 +21,17 @@ def gradients_once(ctx: Any, inputs: Sequence[int], compute: Callable[..., Seque
     first part, so ``ctx`` holds them until they are needed, and holds each gradient until it is returned.
     """
     next_nodes = [ctx.next_functions[number][0] for number in inputs]
-    wanted = [node is not None and runs_in_this_backward(node) for node in next_nodes]
+    needed = [node is not None and runs_in_this_backward(node) for node in next_nodes]
     if not hasattr(ctx, "gradients"):
-        saved = getattr(ctx, "kept", None) or ctx.saved_tensors
-        if not any(wanted):
-            ctx.kept = saved
+        saved = getattr(ctx, "held", None) or ctx.saved_tensors
+        if not any(needed):
+            ctx.held = saved
             return [None for _ in inputs]
-        ctx.kept = None
+        ctx.held = None
         computed = compute(*saved)
         ctx.gradients = [None if node is None else grad for node, grad in zip(next_nodes, computed, strict=True)]
-    if any(wanted) and all(grad is None for grad in ctx.gradients):
+    if any(needed) and all(grad is None for grad in ctx.gradients):
         raise RuntimeError("backward called a second time through an auxiliary loss")
-    given = [grad if now else None for now, grad in zip(wanted, ctx.gradients, strict=True)]
-    ctx.gradients = [None if now else grad for now, grad in zip(wanted, ctx.gradients, strict=True)]
-    return given
+    returned = [grad if now else None for now, grad in zip(needed, ctx.gradients, strict=True)]
+    ctx.gradients = [None if now else grad for now, grad in zip(needed, ctx.gradients, strict=True)]
+    return returned

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan_npu.ops.core.arguments import Call, args_and_kwargs, by_name
 from torchtitan_npu.pytree import tree_map
@@ -33,7 +33,7 @@ Strategy: TypeAlias = tuple[Sequence[Placement | None], Mapping[str, Placement]]
 each sharded tensor argument, by name. All tensors of a list share a placement. Other arguments are replicated."""
 
 Sharding: TypeAlias = Callable[..., Iterable[Strategy]]
-"""Yield the strategies of an operator, given its :class:`Call`; a tensor is an object with ``shape`` and ``ndim``.
+"""Yield the strategies of an operator, for its :class:`Call`; a tensor is an object with ``shape`` and ``ndim``.
 
 Replicating every argument is always allowed and need not be yielded. Exception: an operator that returns a list of
 several tensors, or ``None`` in place of a tensor. Then the first strategy shows how many outputs there are."""
@@ -41,6 +41,12 @@ several tensors, or ``None`` in place of a tensor. Then the first strategy shows
 Localize: TypeAlias = Callable[..., Mapping[str, Any]]
 """``localize(full, local)``: return the arguments that differ on a rank, such as a number of heads. ``local`` is the
 :class:`Call` with the rank's local tensors, ``full`` has the unsharded ones as objects with ``shape`` and ``ndim``."""
+
+
+def shard_alike(dims: Iterable[int], outputs: int, *names: str) -> Iterator[Strategy]:
+    """Yield for each of ``dims`` the strategy that shards all ``outputs`` and these arguments along it."""
+    for dim in dims:
+        yield [Shard(dim)] * outputs, dict.fromkeys(names, Shard(dim))
 
 
 def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localize | None = None) -> None:
@@ -51,10 +57,10 @@ def register_sharding_rule(op: OpOverload, sharding: Sharding, localize: Localiz
     in_place = alias is not None and alias.is_write
 
     def strategies(arguments: dict[str, Any]) -> list[Strategy]:
-        given = list(sharding(Call(**arguments)))
-        outputs = given[0][0] if given else [_holds_tensors(output.type) for output in schema.returns]
+        offered = list(sharding(Call(**arguments)))
+        outputs = offered[0][0] if offered else [_holds_tensors(output.type) for output in schema.returns]
         replicated = [Replicate() if output else None for output in outputs]
-        return [(replicated, {}), *given]
+        return [(replicated, {}), *offered]
 
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Sequence[Placement | None], list[Placement]]]:
         arguments = by_name(op, args, kwargs)

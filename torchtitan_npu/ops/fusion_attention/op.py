@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.autograd import Autograd, save_by_name, saved_by_name
 from torchtitan_npu.ops.core.checks import FLOATS, NPU_FLOATS, check_dtype, check_is, longest_document
 from torchtitan_npu.ops.core.dtypes import compute_dtype
-from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.op import Limit, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.fusion_attention import reference
 
+CAUSAL, UNMASKED = 3, 0
+"""Values of ``sparse_mode``. The last query of a causal call is at its last key."""
 LAYOUTS = {"BSND": 4, "BNSD": 4, "TND": 3, "BSH": 3, "SBH": 3}
 """The layouts, and the number of dimensions of each."""
 COMPRESSED = 2048
@@ -30,6 +32,10 @@ NOT_IMPLEMENTED = ("pse", "padding_mask", "prefix", "sink", "dropout_mask")
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def _tokens(tensor: Tensor, layout: str) -> int:
+    return tensor.shape[layout.index("T" if layout == "TND" else "S")]
 
 
 def checks(call: Call) -> Iterator[str]:
@@ -45,10 +51,9 @@ def checks(call: Call) -> Iterator[str]:
     if call.softmax_layout not in ("", "TND") or (call.softmax_layout == "TND" and call.input_layout != "TND"):
         yield f"softmax_layout must be '' or, if input_layout is TND, 'TND', not {call.softmax_layout!r}"
     yield from check_dtype("query", call.query, *FLOATS)
-    for name, tensor in (("key", call.key), ("value", call.value)):
+    for name, tensor in call.pick("query", "key", "value").items():
         if tensor.dtype != call.query.dtype:
             yield f"{name} must have the dtype of query, {call.query.dtype}, not {tensor.dtype}"
-    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         if tensor.dim() != LAYOUTS[call.input_layout]:
             yield f"{name} must have {LAYOUTS[call.input_layout]} dimensions ({call.input_layout}), not {tensor.dim()}"
             return
@@ -91,7 +96,7 @@ def _check_shapes(call: Call) -> Iterator[str]:
 def _check_lengths(call: Call) -> Iterator[str]:
     layout, query_ends, key_ends = call.input_layout, call.actual_seq_qlen, call.actual_seq_kvlen
     if layout != "TND":
-        for name, ends in (("actual_seq_qlen", query_ends), ("actual_seq_kvlen", key_ends)):
+        for name, ends in call.pick("actual_seq_qlen", "actual_seq_kvlen").items():
             if ends is not None:
                 yield f"{name} must be None if input_layout is {layout}: it is for TND"
         return
@@ -120,16 +125,15 @@ def _check_mask(call: Call) -> Iterator[str]:
     if sparse_mode in (2, 3):
         shapes: tuple[tuple[int, ...], ...] = ((COMPRESSED, COMPRESSED),)
     elif layout == "TND":
-        shapes = (
-            tuple(longest_document(ends) if ends else 0 for ends in (call.actual_seq_qlen, call.actual_seq_kvlen)),
-        )
+        ends_of_both = call.actual_seq_qlen, call.actual_seq_kvlen
+        shapes = (tuple(longest_document(ends) if ends else 0 for ends in ends_of_both),)
     else:
-        batch, sequence = call.query.shape[layout.index("B")], layout.index("S")
-        scores = call.query.shape[sequence], call.key.shape[sequence]
+        batch = call.query.shape[layout.index("B")]
+        scores = _tokens(call.query, layout), _tokens(call.key, layout)
         shapes = (scores, (1, 1, *scores), (batch, 1, *scores), (batch, call.head_num, *scores))
     if _shape(mask) not in shapes:
-        wanted = " or ".join(map(str, dict.fromkeys(shapes)))
-        yield f"atten_mask must have shape {wanted} if sparse_mode is {sparse_mode}, not {_shape(mask)}"
+        allowed = " or ".join(map(str, dict.fromkeys(shapes)))
+        yield f"atten_mask must have shape {allowed} if sparse_mode is {sparse_mode}, not {_shape(mask)}"
 
 
 def fake(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
@@ -193,8 +197,7 @@ def backward(npu: Any, ctx: Any, dy: Tensor | None, *_: Any) -> dict[str, Tensor
 
 def flops(query: Tensor, key: Tensor, value: Tensor, input_layout: str, **_: Any) -> int:
     """Return the FLOPs of the scores and of their product with the values, without regard to the mask."""
-    keys = key.shape[input_layout.index("T" if "T" in input_layout else "S")]
-    return 2 * keys * (query.numel() + query.numel() * value.shape[-1] // key.shape[-1])
+    return 2 * _tokens(key, input_layout) * (query.numel() + query.numel() * value.shape[-1] // key.shape[-1])
 
 
 LIMITS = (
@@ -205,16 +208,8 @@ LIMITS = (
         lambda call: call.query.shape[-1] // (1 if "N" in call.input_layout else call.head_num),
         range(1, 769),
     ),
-    Limit(
-        "the number of queries",
-        lambda call: call.query.shape[call.input_layout.index("T" if call.input_layout == "TND" else "S")],
-        range(1, (1 << 20) + 1),
-    ),
-    Limit(
-        "the number of keys",
-        lambda call: call.key.shape[call.input_layout.index("T" if call.input_layout == "TND" else "S")],
-        range(1, (1 << 20) + 1),
-    ),
+    Limit("the number of queries", lambda call: _tokens(call.query, call.input_layout), range(1, (1 << 20) + 1)),
+    Limit("the number of keys", lambda call: _tokens(call.key, call.input_layout), range(1, (1 << 20) + 1)),
     Limit(
         "the batch size",
         lambda call: 1 if call.input_layout == "TND" else call.query.shape[call.input_layout.index("B")],
@@ -223,42 +218,34 @@ LIMITS = (
     Limit("the number of documents", lambda call: len(call.actual_seq_qlen or [0]), range(1, MAX_DOCUMENTS + 1)),
 )
 
-FORWARD = declare(
-    Op(
-        schema="npu::npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
-        "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
-        "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
-        "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
-        'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, '
-        "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
-        reference=reference.npu_fusion_attention,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        localize=localize,
-        autograd=Autograd(save, backward),
-        limits=LIMITS,
-        flops=flops,
-    )
+declare(
+    schema="npu::npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
+    "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
+    "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
+    "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+    'bool sync=False, str softmax_layout="", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0, '
+    "int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
+    reference=reference.npu_fusion_attention,
+    fake=fake,
+    checks=checks,
+    sharding=sharding,
+    localize=localize,
+    autograd=Autograd(save, backward),
+    limits=LIMITS,
+    flops=flops,
 )
 
 
 def grad_checks(call: Call) -> Iterator[str]:
     yield from checks(call)
-    output, statistic = (
-        tuple(s) for s in reference.output_shapes(call.query, call.key, call.value, call.head_num, call.input_layout)
-    )
-    expected = {
-        "dy": (call.dy, output, call.query.dtype),
-        "attention_in": (call.attention_in, output, call.query.dtype),
-        "softmax_max": (call.softmax_max, statistic, compute_dtype(call.query)),
-        "softmax_sum": (call.softmax_sum, statistic, compute_dtype(call.query)),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
+    output, statistic = reference.output_shapes(call.query, call.key, call.value, call.head_num, call.input_layout)
+    for name, tensor in call.pick("dy", "attention_in", "softmax_max", "softmax_sum").items():
         if tensor is None:
             yield f"{name} must be given, as the forward returned it"
+        elif name.startswith("softmax"):
+            yield from check_is(name, tensor, compute_dtype(call.query), statistic)
         else:
-            yield from check_is(name, tensor, dtype, shape)
+            yield from check_is(name, tensor, call.query.dtype, output)
 
 
 def grad_fake(call: Call) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
@@ -275,20 +262,70 @@ def grad_sharding(call: Call) -> Iterator[Strategy]:
 
 
 declare(
-    Op(
-        schema="npu::npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, "
-        "str input_layout, *, Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, "
-        "Tensor? softmax_max=None, Tensor? softmax_sum=None, Tensor? softmax_in=None, Tensor? attention_in=None, "
-        "float scale_value=1., float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, "
-        "int inner_precise=0, int seed=0, int offset=0, int numels=0, int[]? prefix=None, "
-        "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
-        'bool sync=False, str softmax_layout="", Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
-        reference=reference.npu_fusion_attention_grad,
-        fake=grad_fake,
-        checks=grad_checks,
-        sharding=grad_sharding,
-        localize=localize,
-        limits=LIMITS,
-        flops=lambda **arguments: 5 * flops(**arguments) // 2,
-    )
+    schema="npu::npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, "
+    "str input_layout, *, Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, "
+    "Tensor? softmax_max=None, Tensor? softmax_sum=None, Tensor? softmax_in=None, Tensor? attention_in=None, "
+    "float scale_value=1., float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, "
+    "int inner_precise=0, int seed=0, int offset=0, int numels=0, int[]? prefix=None, "
+    "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
+    'bool sync=False, str softmax_layout="", Tensor? sink=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    reference=reference.npu_fusion_attention_grad,
+    fake=grad_fake,
+    checks=grad_checks,
+    sharding=grad_sharding,
+    localize=localize,
+    limits=LIMITS,
+    flops=lambda **arguments: 5 * flops(**arguments) // 2,
 )
+
+
+# attention as models call it
+
+
+def causal_mask(device: torch.device) -> Tensor:
+    """Return the mask that the operator needs for causal attention, whatever the number of queries and keys."""
+    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    mask: Tensor | None,
+    layout: str = "BSND",
+    ends: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the attention of ``query`` (bsz, queries, heads, head_dim), in that layout.
+
+    ``key`` and ``value`` are (bsz, keys, key heads, head_dim). ``mask`` is :func:`causal_mask`; without it every query
+    attends to all keys.
+    """
+    return torch.ops.npu.npu_fusion_attention(
+        query,
+        key,
+        value,
+        head_num=query.shape[-2],
+        input_layout=layout,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        atten_mask=mask,
+        sparse_mode=UNMASKED if mask is None else CAUSAL,
+        actual_seq_qlen=ends,
+        actual_seq_kvlen=ends,
+    )[0]
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int], scale: float | None, mask: Tensor | None
+) -> Tensor:
+    """Return the attention of ``query`` (tokens, heads, head_dim) within documents that end at ``ends``.
+
+    Like :func:`attention`. More documents than the operator takes are several calls.
+    """
+    outputs, start = [], 0
+    for first in range(0, len(ends), MAX_DOCUMENTS):
+        part = ends[first : first + MAX_DOCUMENTS]
+        q, k, v = (x[start : part[-1]] for x in (query, key, value))
+        outputs.append(attention(q, k, v, scale, mask, "TND", [end - start for end in part]))
+        start = part[-1]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

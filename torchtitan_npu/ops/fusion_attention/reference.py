@@ -16,7 +16,7 @@ SCORES_AT_A_TIME = 1 << 24
 """The number of scores (heads × queries × keys) in memory at once."""
 
 
-class Document(NamedTuple):
+class SequenceSlices(NamedTuple):
     """One sequence of the call: its batch row (0 in TND), and the rows of its queries and of its keys."""
 
     batch: int
@@ -25,7 +25,7 @@ class Document(NamedTuple):
 
 
 def npu_fusion_attention(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, scale: float, **rest: Any
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, scale: float, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     r"""Compute attention of N query heads over M key heads. N/M neighbouring query heads share a key head.
 
@@ -45,16 +45,16 @@ def npu_fusion_attention(
     (B, N, S, 8). In TND they are (T, N, 8) if ``softmax_layout`` is "TND"; else the same memory holds (N, S, 8) of one
     document after another. Computes in float32, or in float64 for float64 input.
     """
-    _check_compressed_mask(**rest)
+    _check_compressed_mask(**options)
     shapes = output_shapes(query, key, value, head_num, input_layout)
     output = query.new_empty(shapes[0])
     m_all, l_all = (query.new_empty(shapes[1], dtype=compute_dtype(query)) for _ in range(2))
-    for document in _documents(query, key, input_layout, **rest):
+    for document in _documents(query, key, input_layout, **options):
         q, k, v = _queries_keys_values(query, key, value, head_num, input_layout, document)
         o = _heads(output, input_layout, head_num, document.batch, document.queries)
-        m, l = (_statistics(one, document, input_layout, **rest) for one in (m_all, l_all))  # noqa: E741
+        m, l = (_statistics(one, document, input_layout, **options) for one in (m_all, l_all))  # noqa: E741
         for rows in _chunks(q, k):
-            scores = _scores(q, k, scale, rows, document, **rest)
+            scores = _scores(q, k, scale, rows, document, **options)
             lowest = torch.full_like(q[:, rows, :1], torch.finfo(q.dtype).min)  # finite, for queries without keys
             m_rows = lowest.maximum(scores.amax(-1, keepdim=True)) if scores.numel() else lowest
             weights = (scores - m_rows).exp()
@@ -75,7 +75,7 @@ def npu_fusion_attention_grad(
     softmax_sum: Tensor,
     attention_in: Tensor,
     scale_value: float,
-    **rest: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
     r"""Return the gradients of :func:`npu_fusion_attention`'s output o, given o and its statistics m and l.
 
@@ -87,15 +87,15 @@ def npu_fusion_attention_grad(
     for ``sink``.
     """
     grads = [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
-    for document in _documents(query, key, input_layout, **rest):
+    for document in _documents(query, key, input_layout, **options):
         q, k, v = _queries_keys_values(query, key, value, head_num, input_layout, document)
         d_out, o = (_heads(one, input_layout, head_num, *document[:2]).to(q.dtype) for one in (dy, attention_in))
         m, l = (  # noqa: E741
-            _statistics(one, document, input_layout, **rest)[..., :1] for one in (softmax_max, softmax_sum)
+            _statistics(one, document, input_layout, **options)[..., :1] for one in (softmax_max, softmax_sum)
         )
         dq, dk, dv = (torch.zeros_like(one) for one in (q, k, v))
         for rows in _chunks(q, k):
-            scores = _scores(q, k, scale_value, rows, document, **rest)
+            scores = _scores(q, k, scale_value, rows, document, **options)
             p = (scores - m[:, rows]).exp() / l[:, rows].masked_fill(l[:, rows] == 0, 1)
             d_rows = d_out[:, rows]
             ds = p * (d_rows @ v.mT - (d_rows * o[:, rows]).sum(-1, keepdim=True)) * scale_value
@@ -156,15 +156,15 @@ def _documents(
     actual_seq_qlen: list[int] | None,
     actual_seq_kvlen: list[int] | None,
     **_: Any,
-) -> Iterator[Document]:
+) -> Iterator[SequenceSlices]:
     if actual_seq_qlen is None or actual_seq_kvlen is None:
         batch, rows = layout.index("B"), layout.index("S")
         for row in range(query.shape[batch]):
-            yield Document(row, slice(0, query.shape[rows]), slice(0, key.shape[rows]))
+            yield SequenceSlices(row, slice(0, query.shape[rows]), slice(0, key.shape[rows]))
     else:
         ends = list(zip(actual_seq_qlen, actual_seq_kvlen, strict=True))
         for (q_start, k_start), (q_end, k_end) in zip([(0, 0), *ends], ends, strict=False):
-            yield Document(0, slice(q_start, q_end), slice(k_start, k_end))
+            yield SequenceSlices(0, slice(q_start, q_end), slice(k_start, k_end))
 
 
 def _heads(tensor: Tensor, layout: str, heads: int, batch: int, rows: slice) -> Tensor:
@@ -177,7 +177,7 @@ def _heads(tensor: Tensor, layout: str, heads: int, batch: int, rows: slice) -> 
 
 
 def _queries_keys_values(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, document: Document
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, document: SequenceSlices
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the queries, keys and values of a document as (N, rows, D), in the dtype to compute in."""
     key_heads, compute = _key_heads(query, key, head_num, layout), compute_dtype(query)
@@ -187,7 +187,7 @@ def _queries_keys_values(
     return q.to(compute), k.to(compute).repeat_interleave(repeats, 0), v.to(compute).repeat_interleave(repeats, 0)
 
 
-def _statistics(packed: Tensor, document: Document, layout: str, softmax_layout: str, **_: Any) -> Tensor:
+def _statistics(packed: Tensor, document: SequenceSlices, layout: str, softmax_layout: str, **_: Any) -> Tensor:
     """Return a document's part of a statistic as (N, queries, 8)."""
     if layout != "TND":
         return packed[document.batch]
@@ -210,7 +210,7 @@ def _scores(
     k: Tensor,
     scale: float,
     rows: slice,
-    document: Document,
+    document: SequenceSlices,
     atten_mask: Tensor | None,
     sparse_mode: int,
     pre_tockens: int,

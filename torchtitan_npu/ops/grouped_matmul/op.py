@@ -1,6 +1,6 @@
 """``npu_grouped_matmul`` and ``npu_grouped_matmul_add_``: one matrix product for each group of tokens.
 
-torch_npu has no autograd for them: training goes through :mod:`torchtitan_npu.ops.grouped_matmul.function`.
+torch_npu has no autograd for them: training goes through :func:`grouped_matmul`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.checks import FLOATS, MATRIX_INNER_LIMIT, NPU_FLOATS, check_dtype, check_is, inner_size
-from torchtitan_npu.ops.core.op import Limit, Op, declare
+from torchtitan_npu.ops.core.op import Limit, declare
 from torchtitan_npu.ops.core.sharding import Strategy
 from torchtitan_npu.ops.grouped_matmul import reference
 from torchtitan_npu.ops.mxfp8.reference import E8M0, OUTPUTS
@@ -139,9 +140,7 @@ def _check_bias(call: Call) -> Iterator[str]:
         yield f"bias must hold as many tensors as weight, {len(weight)}, not {len(bias)}"
     dtype = torch.float32 if x[0].dtype == torch.bfloat16 else x[0].dtype
     for i, (one, other) in enumerate(zip(bias, weight, strict=False)):
-        shape = (*other.shape[:-2], other.shape[-1])
-        if (_shape(one), one.dtype) != (shape, dtype):
-            yield f"bias[{i}] must be {dtype} of shape {shape}, not {one.dtype} of shape {_shape(one)}"
+        yield from check_is(f"bias[{i}]", one, dtype, (*other.shape[:-2], other.shape[-1]))
 
 
 def fake(call: Call) -> list[Tensor]:
@@ -221,21 +220,19 @@ LIMITS = (
 )
 
 declare(
-    Op(
-        schema="npu::npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
-        "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
-        "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
-        "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
-        "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
-        "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
-        "int? per_token_scale_dtype=None) -> Tensor[]",
-        reference=reference.npu_grouped_matmul,
-        fake=fake,
-        checks=checks,
-        sharding=sharding,
-        limits=LIMITS,
-        flops=flops,
-    )
+    schema="npu::npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+    "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+    "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+    "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
+    "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
+    "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
+    "int? per_token_scale_dtype=None) -> Tensor[]",
+    reference=reference.npu_grouped_matmul,
+    fake=fake,
+    checks=checks,
+    sharding=sharding,
+    limits=LIMITS,
+    flops=flops,
 )
 
 
@@ -261,28 +258,66 @@ def add_checks(call: Call) -> Iterator[str]:
         yield f"input must have shape {shape} (groups, M, N), not {tuple(call.input.shape)}"
 
 
-def add_fake(call: Call) -> Tensor:
-    return call.input
-
-
-def add_sharding(call: Call) -> Iterator[Strategy]:
-    yield [Shard(2)], {"input": Shard(2), "weight": Shard(1)}
-
-
 declare(
-    Op(
-        schema="npu::npu_grouped_matmul_add_(Tensor(a!) input, Tensor x, Tensor weight, Tensor group_list, *, "
-        "bool transpose_x=True, bool transpose_weight=False, int group_type=2, int? group_list_type=0) -> Tensor(a!)",
-        reference=reference.npu_grouped_matmul_add_,
-        fake=add_fake,
-        checks=add_checks,
-        sharding=add_sharding,
-        limits=(
-            Limit("x.dtype", lambda call: call.x.dtype, (torch.float16, torch.bfloat16)),
-            Limit("the number of groups", lambda call: call.group_list.shape[0], range(1, MAX_GROUPS + 1)),
-            Limit("the last dimension of x", lambda call: call.x.shape[1], range(MATRIX_INNER_LIMIT)),
-            Limit("the last dimension of weight", lambda call: call.weight.shape[1], range(MATRIX_INNER_LIMIT)),
-        ),
-        flops=lambda x, weight, **_: product_flops(x, weight),
-    )
+    schema="npu::npu_grouped_matmul_add_(Tensor(a!) input, Tensor x, Tensor weight, Tensor group_list, *, "
+    "bool transpose_x=True, bool transpose_weight=False, int group_type=2, int? group_list_type=0) -> Tensor(a!)",
+    reference=reference.npu_grouped_matmul_add_,
+    fake=lambda call: call.input,
+    checks=add_checks,
+    sharding=lambda call: [([Shard(2)], {"input": Shard(2), "weight": Shard(1)})],
+    limits=(
+        Limit("x.dtype", lambda call: call.x.dtype, (torch.float16, torch.bfloat16)),
+        Limit("the number of groups", lambda call: call.group_list.shape[0], range(1, MAX_GROUPS + 1)),
+        Limit("the last dimension of x", lambda call: call.x.shape[1], range(MATRIX_INNER_LIMIT)),
+        Limit("the last dimension of weight", lambda call: call.weight.shape[1], range(MATRIX_INNER_LIMIT)),
+    ),
+    flops=lambda x, weight, **_: product_flops(x, weight),
 )
+
+
+# training
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows of ``x`` by its matrix; differentiable in ``x`` and ``weight``.
+
+    ``x`` (T, K) sorted by expert, ``weight`` (E, K, N), ``counts`` (E) int64: the number of rows of each expert, with
+    the sum T. Returns (T, N). An expert without rows gets a zero gradient.
+    """
+    return _GroupedMatmul.apply(x, weight, counts)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        # an NPU takes contiguous matrices, and transposed views of the weights
+        x = x.contiguous()
+        weight = weight if weight.mT.is_contiguous() else weight.contiguous()
+        ctx.save_for_backward(x, weight, counts)
+        return _product(x, weight, counts, group_type=0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = _product(dy, weight.mT, counts, group_type=0) if ctx.needs_input_grad[0] else None
+        return dx, _weight_gradient(x, dy, weight, counts) if ctx.needs_input_grad[1] else None, None
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the gradient in the strides of ``weight``. Autograd would copy a gradient with other strides."""
+    if weight.is_contiguous():
+        return _product(x.t(), dy, counts, group_type=2)
+    return _product(dy.t(), x, counts, group_type=2).mT
+
+
+def _product(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
+    return torch.ops.npu.npu_grouped_matmul([x], [weight], **group_arguments(counts, group_type))[0]
+
+
+def group_arguments(counts: Tensor, group_type: int) -> dict[str, Any]:
+    """Return the arguments of ``npu_grouped_matmul`` for groups with these ``counts`` of rows."""
+    # An NPU does not take a list of one size, but it takes a list of one end, and for one group they are equal.
+    group_list_type = 0 if counts.shape == (1,) else 1
+    return {"group_list": counts, "split_item": 3, "group_type": group_type, "group_list_type": group_list_type}

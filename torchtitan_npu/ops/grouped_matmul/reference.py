@@ -107,9 +107,9 @@ def npu_grouped_matmul_add_(
         raise UsageError(
             f"npu_grouped_matmul_add_: group_list must add up to at most the {len(x)} rows of x, not to {sum(sizes)}"
         )
-    rest = len(x) - sum(sizes)
+    beyond = len(x) - sum(sizes)
     # the rows beyond the last group are a part without a matrix in ``input``
-    for y, rows, other in zip(input, x.split([*sizes, rest]), weight.split([*sizes, rest]), strict=False):
+    for y, rows, other in zip(input, x.split([*sizes, beyond]), weight.split([*sizes, beyond]), strict=False):
         y.add_(rows.to(y.dtype).t() @ other.to(y.dtype))
     return input
 

@@ -12,40 +12,37 @@ from torch import Tensor
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.lightning_indexer import indexer_elements, indexer_gradients
-from torchtitan_npu.ops.sparse_flash_attention.reference import attention_weights, padded_keys, selections, with_rope
+from torchtitan_npu.ops.sparse_flash_attention.reference import attention_weights, selections, with_rope
 from torchtitan_npu.ops.sparse_flash_attention.selected_keys import documents, heads_of, with_zero_row, without_zero_row
 
 
 @dataclass(frozen=True)
-class IndexerLossInputs:
-    """The operator's arguments in the order of its schema.
+class LossInputs:
+    """The arguments that the sparse and the dense loss have in common.
 
-    Shapes are those of the layout BSND. In TND, (T1, ...) replaces (B, S1, ...), (T2, ...) replaces (B, S2, ...), and
-    the statistics are (1, T1, N1).
+    Shapes are those of the layout BSND. In TND, (T1, ...) replaces (B, S1, ...) and (T2, ...) replaces (B, S2, ...).
     """
 
     query: Tensor
-    """Queries of sparse attention, (B, S1, N1, D)."""
+    """Queries of attention, (B, S1, N1, D)."""
     key: Tensor
-    """Keys of sparse attention, (B, S2, 1, D)."""
+    """Keys of attention, (B, S2, 1, D); in the dense loss every head has its keys, (B, S2, N1, D)."""
     query_index: Tensor
     """Queries of the indexer, (B, S1, N, E)."""
     key_index: Tensor
     """Keys of the indexer, (B, S2, 1, E)."""
     weights: Tensor
     """Head weights of the indexer, (B, S1, N)."""
-    sparse_indices: Tensor
-    """Keys that the indexer selected, then -1: (B, S1, 1, K) int32."""
     softmax_max: Tensor
-    """Maximum of the softmax's argument, as sparse attention returns it, (B, 1, S1, N1)."""
+    """Maximum of the argument of attention's softmax, (B, 1, S1, N1); in the dense loss (B, N1, S1, 1)."""
     softmax_sum: Tensor
-    """Sum of the softmax's exponentials, as sparse attention returns it, (B, 1, S1, N1)."""
+    """Sum of the exponentials of attention's softmax, shaped as ``softmax_max``."""
     scale_value: float
     """Factor of the attention scores."""
     query_rope: Tensor | None
     """Rotary part of the queries, (B, S1, N1, R)."""
     key_rope: Tensor | None
-    """Rotary part of the keys, (B, S2, 1, R)."""
+    """Rotary part of the keys, with the heads of ``key``."""
     actual_seq_qlen: Sequence[int] | None
     """Ends of the documents among the queries, for TND."""
     actual_seq_klen: Sequence[int] | None
@@ -56,6 +53,14 @@ class IndexerLossInputs:
     """3: causal, with the last query aligned to the last key."""
     pre_tokens: int
     next_tokens: int
+
+
+@dataclass(frozen=True)
+class IndexerLossInputs(LossInputs):
+    """The arguments of ``npu_sparse_lightning_indexer_grad_kl_loss``."""
+
+    sparse_indices: Tensor
+    """Keys that the indexer selected, then -1: (B, S1, 1, K) int32."""
     sinks: Tensor | None
 
 
@@ -79,19 +84,17 @@ def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor,
     )
     losses = [torch.zeros((), dtype=compute_dtype(x.query), device=x.query.device)]
     maximum, total = x.softmax_max.transpose(-2, -3), x.softmax_sum.transpose(-2, -3)
+    queries, all_keys = with_rope(x.query, x.query_rope), with_rope(x.key, x.key_rope)
     for document in documents(x.layout, x.sparse_mode, x.query, x.key, x.actual_seq_qlen, x.actual_seq_klen):
-        keys, index_keys = padded_keys(document, x.key, x.key_rope), with_zero_row(x.key_index[document.key_index])
+        keys, index_keys = (with_zero_row(tensor[document.key_index]) for tensor in (all_keys, x.key_index))
         d_keys = torch.zeros_like(index_keys)
         elements = keys.shape[-1] + indexer_elements(x.query_index)
         for rows, selected in selections(document, x.query, x.sparse_indices, elements):
             if not torch.equal(selected.valid, selected.indices >= 0):
                 raise UsageError("sparse_indices must not contain keys beyond those that its row may attend to")
             valid = selected.valid
-            q = heads_of(with_rope(x.query, x.query_rope, rows), 1)
-            p = attention_weights(
-                q, selected.gather(keys), selected, x.scale_value, maximum[rows.index], total[rows.index]
-            )
-            p = p.sum(2)
+            q, k = heads_of(queries[rows.index], 1), selected.gather(keys)
+            p = attention_weights(q, k, selected, x.scale_value, maximum[rows.index], total[rows.index]).sum(2)
             p = torch.where(valid, p / p.sum(-1, keepdim=True), 0)
 
             k = selected.gather(index_keys)

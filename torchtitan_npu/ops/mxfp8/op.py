@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_npu.ops.core.arguments import Call
 from torchtitan_npu.ops.core.checks import MATRIX_INNER_LIMIT, NPU_FLOATS, check_dtype, check_is, inner_size
-from torchtitan_npu.ops.core.op import Limit, Op, declare
-from torchtitan_npu.ops.core.sharding import Strategy
+from torchtitan_npu.ops.core.op import Limit, declare
+from torchtitan_npu.ops.core.sharding import Strategy, shard_alike
 from torchtitan_npu.ops.mxfp8 import reference
 from torchtitan_npu.ops.mxfp8.reference import BLOCK, E8M0, ELEMENTS, OUTPUTS
 
@@ -51,29 +51,21 @@ def quant_fake(call: Call) -> tuple[Tensor, Tensor]:
     return torch.empty_like(call.input, dtype=ELEMENTS[call.dst_type]), call.input.new_empty(shape, dtype=torch.uint8)
 
 
-def quant_sharding(call: Call) -> Iterator[Strategy]:
-    for dim in range(call.input.ndim):
-        if dim != call.axis % call.input.ndim:
-            yield [Shard(dim), Shard(dim)], {"input": Shard(dim)}
-
-
 declare(
-    Op(
-        schema='npu::npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, '
-        "int block_size=32, int? scale_alg=0, float dst_type_max=0., float max_low_bound=0.) -> (Tensor, Tensor)",
-        reference=reference.npu_dynamic_mx_quant,
-        fake=quant_fake,
-        checks=quant_checks,
-        sharding=quant_sharding,
-        limits=(
-            Limit("the number of dimensions of input", lambda call: call.input.dim(), range(1, 8)),
-            Limit(
-                "the size of a float32 input along axis",
-                lambda call: BLOCK if call.input.dtype != torch.float32 else call.input.shape[call.axis],
-                range(BLOCK, 2**31),
-            ),
+    schema='npu::npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, '
+    "int block_size=32, int? scale_alg=0, float dst_type_max=0., float max_low_bound=0.) -> (Tensor, Tensor)",
+    reference=reference.npu_dynamic_mx_quant,
+    fake=quant_fake,
+    checks=quant_checks,
+    sharding=lambda call: shard_alike(set(range(call.input.ndim)) - {call.axis % call.input.ndim}, 2, "input"),
+    limits=(
+        Limit("the number of dimensions of input", lambda call: call.input.dim(), range(1, 8)),
+        Limit(
+            "the size of a float32 input along axis",
+            lambda call: BLOCK if call.input.dtype != torch.float32 else call.input.shape[call.axis],
+            range(BLOCK, 2**31),
         ),
-    )
+    ),
 )
 
 
@@ -83,36 +75,27 @@ def grouped_checks(call: Call) -> Iterator[str]:
         yield f"x must have 2 dimensions, not {call.x.dim()}"
     ends = call.group_index
     if ends.dim() != 1 or ends.dtype != torch.int32:
-        yield (
-            f"group_index must be int32 with one dimension, the ends of the groups, not {ends.dtype} of shape "
-            f"{tuple(ends.shape)}"
-        )
+        found = f"{ends.dtype} of shape {tuple(ends.shape)}"
+        yield f"group_index must be int32 with one dimension, the ends of the groups, not {found}"
     yield from _check_format(call.round_mode, call.dst_type, call.blocksize, call.scale_alg)
     if call.dst_type_max:
         yield f"dst_type_max must be 0 for float8, not {call.dst_type_max}"
 
 
 def grouped_fake(call: Call) -> tuple[Tensor, Tensor]:
-    codes = call.x.new_empty(
-        (call.x.shape[0] // (2 * BLOCK) + call.group_index.shape[0], call.x.shape[1], 2), dtype=torch.uint8
-    )
+    pairs = call.x.shape[0] // (2 * BLOCK) + call.group_index.shape[0]
+    codes = call.x.new_empty((pairs, call.x.shape[1], 2), dtype=torch.uint8)
     return torch.empty_like(call.x, dtype=ELEMENTS[call.dst_type]), codes
 
 
-def grouped_sharding(call: Call) -> Iterator[Strategy]:
-    yield [Shard(1), Shard(1)], {"x": Shard(1)}
-
-
 declare(
-    Op(
-        schema='npu::npu_grouped_dynamic_mx_quant(Tensor x, Tensor group_index, *, str round_mode="rint", '
-        "int dst_type=23, int blocksize=32, int? scale_alg=0, float? dst_type_max=0.) -> (Tensor, Tensor)",
-        reference=reference.npu_grouped_dynamic_mx_quant,
-        fake=grouped_fake,
-        checks=grouped_checks,
-        sharding=grouped_sharding,
-        limits=(Limit("x.dtype", lambda call: call.x.dtype, (torch.float16, torch.bfloat16)),),
-    )
+    schema='npu::npu_grouped_dynamic_mx_quant(Tensor x, Tensor group_index, *, str round_mode="rint", '
+    "int dst_type=23, int blocksize=32, int? scale_alg=0, float? dst_type_max=0.) -> (Tensor, Tensor)",
+    reference=reference.npu_grouped_dynamic_mx_quant,
+    fake=grouped_fake,
+    checks=grouped_checks,
+    sharding=lambda call: shard_alike([1], 2, "x"),
+    limits=(Limit("x.dtype", lambda call: call.x.dtype, (torch.float16, torch.bfloat16)),),
 )
 
 OTHER_PRODUCTS = ("offset", "x1_dtype", "x2_dtype", "y_scale")
@@ -146,30 +129,24 @@ def matmul_checks(call: Call) -> Iterator[str]:
         yield f"output_dtype must be one of {known}, not {call.output_dtype}"
 
 
-def matmul_fake(call: Call) -> Tensor:
-    return call.x1.new_empty(call.x1.shape[0], call.x2.shape[1], dtype=OUTPUTS[call.output_dtype])
-
-
 def matmul_sharding(call: Call) -> Iterator[Strategy]:
     yield [Shard(0)], {"x1": Shard(0), "pertoken_scale": Shard(0)}
     yield [Shard(1)], {"x2": Shard(1), "scale": Shard(1), "bias": Shard(0)}
 
 
 declare(
-    Op(
-        schema="npu::npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
-        "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
-        "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
-        "Tensor? y_scale=None) -> Tensor",
-        reference=reference.npu_quant_matmul,
-        fake=matmul_fake,
-        checks=matmul_checks,
-        sharding=matmul_sharding,
-        limits=(
-            Limit("the innermost dimension of x1", lambda call: inner_size(call.x1), range(1, MATRIX_INNER_LIMIT)),
-            Limit("the innermost dimension of x2", lambda call: inner_size(call.x2), range(1, MATRIX_INNER_LIMIT)),
-            Limit("the number of elements of x1", lambda call: call.x1.numel(), range(1, 2**63)),
-        ),
-        flops=lambda x1, x2, **_: 2 * x1.numel() * x2.shape[1],
-    )
+    schema="npu::npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
+    "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
+    "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
+    "Tensor? y_scale=None) -> Tensor",
+    reference=reference.npu_quant_matmul,
+    fake=lambda call: call.x1.new_empty(call.x1.shape[0], call.x2.shape[1], dtype=OUTPUTS[call.output_dtype]),
+    checks=matmul_checks,
+    sharding=matmul_sharding,
+    limits=(
+        Limit("the innermost dimension of x1", lambda call: inner_size(call.x1), range(1, MATRIX_INNER_LIMIT)),
+        Limit("the innermost dimension of x2", lambda call: inner_size(call.x2), range(1, MATRIX_INNER_LIMIT)),
+        Limit("the number of elements of x1", lambda call: call.x1.numel(), range(1, 2**63)),
+    ),
+    flops=lambda x1, x2, **_: 2 * x1.numel() * x2.shape[1],
 )

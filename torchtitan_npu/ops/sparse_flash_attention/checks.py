@@ -7,13 +7,16 @@ where the sequence lengths are the ends of the documents. Indices of selected ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_npu.ops.core.checks import FLOATS, longest_document
+from torchtitan_npu.ops.core.arguments import Call
+from torchtitan_npu.ops.core.checks import FLOATS, check_is, longest_document
 from torchtitan_npu.ops.core.dtypes import compute_dtype
+from torchtitan_npu.ops.core.op import Limit
 
 LAYOUTS = {"BSND": 4, "TND": 3}
 """The layouts, and the number of dimensions of each. ``PA_BSND``, paged keys, is for inference."""
@@ -24,10 +27,8 @@ NO_WINDOW = 2**63 - 1
 HALVES = (torch.float16, torch.bfloat16)
 TOP_K_OF_GRADIENTS = tuple(range(1024, 8193, 1024))
 """The top-k that the NPU's gradient kernels take."""
-ROPE_SIZES = (None, 64)
 MAX_DOCUMENTS = 256
 """The most batch rows, or packed documents, that the NPU's gradient kernels take in one call."""
-BATCH_SIZES = range(1, MAX_DOCUMENTS + 1)
 SEQUENCE_LENGTHS = range(1, 2**17 + 1)
 """The lengths of a batch row, or of a packed document, that the NPU's gradient kernels take."""
 
@@ -56,9 +57,16 @@ def sequence_length(tensor: Tensor, lengths: Tensor | None) -> int:
     return tensor.shape[1] if tensor.dim() == 4 else -(-tensor.shape[0] // batch_size(tensor, lengths))
 
 
-def memory_format(tensor: Tensor | None) -> str:
-    """Return a description of the strides, for a limit."""
-    return "contiguous" if tensor is None or tensor.is_contiguous() else "not contiguous"
+def contiguous(*names: str) -> Iterator[Limit]:
+    """Yield the limits to contiguous memory of these arguments, unless they are ``None``."""
+
+    def memory_format(call: Call, name: str) -> str:
+        tensor = getattr(call, name)
+        return "contiguous" if tensor is None or tensor.is_contiguous() else "not contiguous"
+
+    for name in names:
+        genitive = f"{name}'" if name.endswith("s") else f"{name}'s"
+        yield Limit(f"{genitive} memory", partial(memory_format, name=name), ("contiguous",))
 
 
 def rope_size(rope: Tensor | None) -> int | None:
@@ -67,17 +75,15 @@ def rope_size(rope: Tensor | None) -> int | None:
 
 def longest(tokens: Tensor, ends: Sequence[int] | None) -> int:
     """Return S of (B, S, N, D), or the length of the longest document of (T, N, D), for a limit."""
-    if tokens.dim() == 4 or ends is None:
-        return tokens.shape[-3]
-    return longest_document(ends)
+    return tokens.shape[-3] if tokens.dim() == 4 or ends is None else longest_document(ends)
 
 
 def check_layouts(**layouts: str | None) -> Iterator[str]:
     for name, layout in layouts.items():
         if layout not in LAYOUTS:
             yield f"{name} must be {' or '.join(LAYOUTS)}, not {layout!r}"
-    (first, layout), *others = layouts.items()
-    for name, other in others:
+    (first, layout), *remaining = layouts.items()
+    for name, other in remaining:
         if other != layout:
             yield f"{name} must equal {first}, {layout!r}, not {other!r}"
 
@@ -138,13 +144,9 @@ def check_indices(sparse_indices: Tensor, query: Tensor, key: Tensor) -> Iterato
 
 
 def check_statistics(query: Tensor, key: Tensor, **statistics: Tensor) -> Iterator[str]:
-    shape, dtype = statistics_shape(query, key), compute_dtype(query)
+    why = "as sparse attention returns it with return_softmax_lse=True"
     for name, value in statistics.items():
-        if (list(value.shape), value.dtype) != (shape, dtype):
-            yield (
-                f"{name} must be {dtype} of shape {tuple(shape)}, as sparse attention returns it with "
-                f"return_softmax_lse=True, not {value.dtype} of shape {tuple(value.shape)}"
-            )
+        yield from check_is(name, value, compute_dtype(query), statistics_shape(query, key), why)
 
 
 def check_length_tensors(layout: str, query: Tensor, **lengths: Tensor | None) -> Iterator[str]:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torchtitan_npu.ops.core.dtypes import compute_dtype
 from torchtitan_npu.ops.sparse_flash_attention.checks import statistics_shape
 from torchtitan_npu.ops.sparse_flash_attention.selected_keys import (
-    Document,
-    Rows,
+    QueryRows,
     SelectedKeys,
+    SequenceRanges,
     documents,
     heads_of,
     with_zero_row,
@@ -53,11 +53,15 @@ def npu_sparse_flash_attention(
     )
     # in the order of the rows: (B, S1, N2, N1/N2) or (T1, N2, N1/N2)
     maximum, total = softmax_max.transpose(-2, -3), softmax_sum.transpose(-2, -3)
+    queries, all_keys, all_values = (
+        with_rope(query, query_rope),
+        with_rope(key, key_rope),
+        key if value is None else value,
+    )
     for document in documents(layout_query, sparse_mode, query, key, actual_seq_lengths_query, actual_seq_lengths_kv):
-        keys = padded_keys(document, key, key_rope)
-        values = with_zero_row((key if value is None else value)[document.key_index])
+        keys, values = (with_zero_row(tensor[document.key_index]) for tensor in (all_keys, all_values))
         for rows, selected in selections(document, query, sparse_indices, keys.shape[-1] + values.shape[-1]):
-            q = heads_of(with_rope(query, query_rope, rows), key_heads)
+            q = heads_of(queries[rows.index], key_heads)
             logits = attention_logits(q, selected.gather(keys), selected, scale_value)
             highest = logits.amax(-1)
             # -inf - -inf is NaN, so a row without keys subtracts 0
@@ -101,53 +105,43 @@ def npu_sparse_flash_attention_grad(
     arguments; that of a missing argument is an empty tensor. Without ``value``, the key's gradient contains both.
     """
     key_heads, size = key.shape[-2:]
-    inputs = (query, key, value, query_rope, key_rope)
-    d_query, d_key, d_value, d_query_rope, d_key_rope = (
-        query.new_empty(0) if tensor is None else torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        for tensor in inputs
+    queries, all_keys, all_values = (
+        with_rope(query, query_rope),
+        with_rope(key, key_rope),
+        key if value is None else value,
     )
+    d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (queries, all_keys, all_values))
     maximum, total = softmax_max.transpose(-2, -3), softmax_sum.transpose(-2, -3)
     for document in documents(layout, sparse_mode, query, key, actual_seq_qlen, actual_seq_kvlen):
-        keys = padded_keys(document, key, key_rope)
-        values = with_zero_row((key if value is None else value)[document.key_index])
+        keys, values = (with_zero_row(tensor[document.key_index]) for tensor in (all_keys, all_values))
         d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
         for rows, selected in selections(document, query, sparse_indices, 2 * (keys.shape[-1] + values.shape[-1])):
-            q, k = heads_of(with_rope(query, query_rope, rows), key_heads), selected.gather(keys)
+            q, k = heads_of(queries[rows.index], key_heads), selected.gather(keys)
             do, o = heads_of(d_out[rows.index], key_heads), heads_of(out[rows.index], key_heads)
             p = attention_weights(q, k, selected, scale_value, maximum[rows.index], total[rows.index])
             ds = torch.einsum("rngd,rnsd->rngs", do, selected.gather(values))
             ds.sub_((do * o).sum(-1, keepdim=True)).mul_(p).mul_(scale_value)
-            dq = torch.einsum("rngs,rnsd->rngd", ds, k).flatten(1, 2)
-            d_query[rows.index] = dq[..., :size].to(d_query.dtype)
-            if query_rope is not None:
-                d_query_rope[rows.index] = dq[..., size:].to(d_query.dtype)
+            d_query[rows.index] = torch.einsum("rngs,rnsd->rngd", ds, k).flatten(1, 2).to(d_query.dtype)
             selected.scatter_add_(d_keys, torch.einsum("rngs,rngd->rnsd", ds, q))
             selected.scatter_add_(d_values, torch.einsum("rngs,rngd->rnsd", p, do))
         if value is None:
             d_keys[..., :size] += d_values
-        else:
-            d_value[document.key_index] = without_zero_row(d_values).to(d_value.dtype)
-        d_key[document.key_index] = without_zero_row(d_keys)[..., :size].to(d_key.dtype)
-        if key_rope is not None:
-            d_key_rope[document.key_index] = without_zero_row(d_keys)[..., size:].to(d_key.dtype)
-    return d_query, d_key, d_value, d_query_rope, d_key_rope
+        d_key[document.key_index] = without_zero_row(d_keys).to(d_key.dtype)
+        d_value[document.key_index] = without_zero_row(d_values).to(d_value.dtype)
+    parts = [part.contiguous() for joined in (d_query, d_key) for part in joined.tensor_split([size], dim=-1)]
+    empty = query.new_empty(0)
+    d_ropes = (empty, empty) if query_rope is None else (parts[1], parts[3])
+    return parts[0], parts[2], empty if value is None else d_value, *d_ropes
 
 
-def with_rope(tensor: Tensor, rope: Tensor | None, rows: Rows) -> Tensor:
-    """Return the rows of ``tensor`` with the features of the rope appended: (rows, heads, D + R)."""
-    part = tensor[rows.index]
-    return part if rope is None else torch.cat([part, rope[rows.index]], dim=-1)
-
-
-def padded_keys(document: Document, key: Tensor, key_rope: Tensor | None) -> Tensor:
-    """Return the document's keys with the features of the rope appended, and a zero row: (N2, keys + 1, D + R)."""
-    keys = key[document.key_index]
-    return with_zero_row(keys if key_rope is None else torch.cat([keys, key_rope[document.key_index]], dim=-1))
+def with_rope(tensor: Tensor, rope: Tensor | None) -> Tensor:
+    """Return ``tensor`` (..., D) with the features of the rope appended, (..., D + R)."""
+    return tensor if rope is None else torch.cat([tensor, rope], dim=-1)
 
 
 def selections(
-    document: Document, query: Tensor, sparse_indices: Tensor, gathered: int
-) -> Iterator[tuple[Rows, SelectedKeys]]:
+    document: SequenceRanges, query: Tensor, sparse_indices: Tensor, gathered: int
+) -> Iterator[tuple[QueryRows, SelectedKeys]]:
     """Yield the document's rows with their keys. ``gathered`` is the number of elements gathered per selected key."""
     *_, key_heads, count = sparse_indices.shape
     elements = min(count, len(document.keys)) * (key_heads * gathered + 3 * query.shape[-2])
@@ -164,7 +158,7 @@ def attention_logits(q: Tensor, k: Tensor, selected: SelectedKeys, scale: float)
 def attention_weights(
     q: Tensor, k: Tensor, selected: SelectedKeys, scale: float, maximum: Tensor, total: Tensor
 ) -> Tensor:
-    """Return the softmax (rows, N2, N1/N2, entries), given its statistics (rows, N2, N1/N2); 0 without a key."""
+    """Return the softmax (rows, N2, N1/N2, entries) from its statistics (rows, N2, N1/N2); 0 without a key."""
     logits = attention_logits(q, k, selected, scale)
     weights = logits.sub_(maximum[..., None]).exp_().div_(total[..., None])
     return weights.masked_fill_(~selected.valid[:, :, None], 0)

@@ -19,7 +19,7 @@ Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """Some query rows of a document."""
 
     index: Index
@@ -29,7 +29,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Document:
+class SequenceRanges:
     """A batch row (BSND) or a packed document (TND)."""
 
     batch: tuple[int, ...]
@@ -43,7 +43,7 @@ class Document:
         """Return the index of its keys in a tensor with the key's layout."""
         return (*self.batch, slice(self.keys.start, self.keys.stop))
 
-    def rows(self, elements: int, device: torch.device) -> Iterator[Rows]:
+    def rows(self, elements: int, device: torch.device) -> Iterator[QueryRows]:
         """Yield its query rows in chunks that fit :data:`CHUNK_ELEMENTS`, if a row needs ``elements``."""
         keys = len(self.keys)
         step = max(1, CHUNK_ELEMENTS // max(1, elements))
@@ -53,7 +53,7 @@ class Document:
             if self.causal:
                 # the last query attends up to the last key, each query before it to one key less
                 visible = torch.arange(start, start + len(part), device=device) + 1 + keys - len(self.queries)
-            yield Rows((*self.batch, slice(part.start, part.stop)), visible.clamp(0, keys)[:, None, None])
+            yield QueryRows((*self.batch, slice(part.start, part.stop)), visible.clamp(0, keys)[:, None, None])
 
 
 def documents(
@@ -63,14 +63,14 @@ def documents(
     key: Tensor,
     query_lengths: Tensor | Sequence[int] | None,
     key_lengths: Tensor | Sequence[int] | None,
-) -> list[Document]:
+) -> list[SequenceRanges]:
     """Return the documents of a batch. ``query`` and ``key`` are in ``layout``; the lengths are optional."""
     causal = sparse_mode == 3
     if layout == "TND":
         query_ends = _values(layout, "actual_seq_lengths of the query", query_lengths, query.shape[0], 1)
         key_ends = _values(layout, "actual_seq_lengths of the key", key_lengths, key.shape[0], 1)
         return [
-            Document((), range(*queries), range(*keys), causal)
+            SequenceRanges((), range(*queries), range(*keys), causal)
             for queries, keys in zip(
                 zip([0, *query_ends], query_ends, strict=False),
                 zip([0, *key_ends], key_ends, strict=False),
@@ -81,7 +81,7 @@ def documents(
     query_counts = _values(layout, "actual_seq_lengths of the query", query_lengths, sequence, batch)
     key_counts = _values(layout, "actual_seq_lengths of the key", key_lengths, key.shape[1], batch)
     return [
-        Document((row,), range(queries), range(keys), causal)
+        SequenceRanges((row,), range(queries), range(keys), causal)
         for row, (queries, keys) in enumerate(zip(query_counts, key_counts, strict=True))
     ]
 
@@ -107,7 +107,7 @@ class SelectedKeys:
         if bool(((indices[..., :-1] < 0) & (indices[..., 1:] >= 0)).any()):
             raise UsageError("sparse_indices must have its keys first and -1 after them, in every row")
         self.indices = indices[..., : max(1, int((indices >= 0).sum(-1).max()))]
-        """The given indices up to the last key of any row: (rows, N2, entries)."""
+        """The indices up to the last key of any row: (rows, N2, entries)."""
         self.valid = (self.indices >= 0) & (self.indices < visible)
         """Entries that hold a key: (rows, N2, entries)."""
         heads = torch.arange(indices.shape[1], device=indices.device)[:, None]
