@@ -2,7 +2,7 @@
 
 ``npu_dense_lightning_indexer_softmax_lse`` computes the statistics of the indexer's softmax, with which
 ``npu_dense_lightning_indexer_grad_kl_loss`` computes the loss and its gradients. Neither keeps the scores of all keys.
-To train with them, call :func:`torchtitan_npu.ops.indexer_kl_loss.function.with_indexer_loss`.
+To train with them, call :func:`torchtitan_npu.ops.indexer_kl_loss.op.with_indexer_loss`.
 """
 
 from __future__ import annotations

@@ -4,16 +4,17 @@ An operator is one :class:`Op`: torch_npu's schema, verbatim, and a few plain fu
 arguments by name, with defaults from the schema. Checks, rules and limits receive one :class:`Call`, which has them as
 attributes: ``call.input``, ``call.dim``.
 
-Adding an operator touches four files (docs/how-to/add-an-operator.md):
+Adding an operator touches five files (docs/how-to/add-an-operator.md):
 
 1. ``ops/<family>.py``: the kernel in plain PyTorch, with the formula in its docstring, and ``declare(...)``.
 2. ``tests/_helpers/op_cases/<family>.py``: valid and invalid calls, for the contract tests.
 3. ``tests/ops/test_op.py``: the schema, a line of its table.
-4. ``tests/ops/test_<family>.py``: the tests of its numbers.
+4. ``tests/ops/test_arguments.py``: errors and limits, rows of its tables.
+5. ``tests/ops/test_<family>.py``: the tests of its numbers.
 
-A new family is a name in ``ops/__init__.py``, too. Large families are folders: ``op.py``, ``reference.py`` and, with
-gradients that torch_npu does not have, ``function.py``. Autograd, limits and FLOPs are optional fields. Kernels for
-GPUs are in ``gpu_kernels/``.
+A new family is a name in ``ops/__init__.py``, too. Large families are folders: ``op.py`` and ``reference.py``. What
+models call instead, with gradients that torch_npu does not have, is at the end of a family's file. Autograd, limits
+and FLOPs are optional fields. Kernels for GPUs are in ``gpu_kernels/``.
 """
 
 from __future__ import annotations
