@@ -14,6 +14,7 @@ from torch import Tensor
 from tests._helpers.error_budget import assert_within, rounding_budget, unit_roundoff
 from tests._helpers.sparse_oracle import Attention, Documents, Loss, Scores, dense_mask, documents
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.indexer_kl_loss import op
 from torchtitan_npu.ops.indexer_kl_loss.op import loss_in_chunks, with_indexer_loss
@@ -184,33 +185,20 @@ def plain(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-class LossScale:
-    """An aux_loss of the loss: its weight and its value."""
-
-    def __init__(self, weight: float, dtype: torch.dtype = torch.float64) -> None:
-        self.weight = torch.tensor(weight, dtype=dtype)
-        self.losses: list[Tensor] = []
-
-    def scale(self) -> Tensor:
-        return self.weight
-
-    def count(self, loss: Tensor) -> None:
-        self.losses.append(loss)
-
-
 def learn(call: dict[str, Any], weight: float = 1.0) -> tuple[Tensor, list[Tensor | None]]:
     """Return the counted loss, and the gradients of the backward pass of attention's output."""
-    aux_loss = LossScale(weight)
+    aux_loss = AuxiliaryLoss("indexer_loss", weight)
+    aux_loss.start_batch(torch.ones((), dtype=torch.float64))
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor)}
     for tensor in tensors.values():
         tensor.grad = None
     output = torch.zeros_like(call["query"].detach()).requires_grad_()
     with_loss = with_indexer_loss(output, aux_loss, loss_in_chunks, **{"layout": "BSND", **call})
-    assert torch.equal(with_loss, output) and aux_loss.losses == []  # the forward computes nothing
+    assert torch.equal(with_loss, output) and aux_loss.total == 0  # the forward computes nothing
     (3 * with_loss).sum().backward()
     assert output.grad is not None and (output.grad == 3).all()
-    (loss,) = aux_loss.losses
-    return loss, [tensors[name].grad for name in LEARNS]
+    assert aux_loss.total is not None
+    return aux_loss.total, [tensors[name].grad for name in LEARNS]
 
 
 def test_gradients_are_those_of_the_formula() -> None:

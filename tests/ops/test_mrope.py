@@ -179,8 +179,6 @@ def test_agrees_with_rotary_mul() -> None:
     ("axes", "modes"),
     [
         (None, {}),
-        (None, {"rotary_mode": "interleave"}),
-        (3, {"mrope_section": [2, 1, 1]}),
         (3, {"mrope_section": [2, 1, 1], "cache_mode": "interleave", "rotary_mode": "interleave"}),
         (4, {"mrope_section": [1, 1, 1, 1]}),
     ],
