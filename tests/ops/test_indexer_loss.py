@@ -145,7 +145,7 @@ def test_a_call_of_the_documented_limit_is_one_chunk() -> None:
     assert [s.queries for s in op.chunks_of(query, query, "BSND")] == [slice(0, 8192)]
     assert [s.queries for s in op.chunks_of(longer, longer, "BSND")] == [slice(0, 8192), slice(8192, 8193)]
     limits = {limit.what: limit for limit in OPS["npu_sparse_lightning_indexer_grad_kl_loss"].limits}
-    for what, index, ends, allowed in (
+    for what, queries, ends, allowed in (
         ("the number of queries", query, None, True),
         ("the number of queries", longer, None, False),
         ("the number of queries", longer[0], [8193], False),
@@ -154,7 +154,7 @@ def test_a_call_of_the_documented_limit_is_one_chunk() -> None:
         ("the batch size", longer[0], list(range(257)), False),
     ):
         limit = limits[what]
-        assert (limit.measure(query_index=index, actual_seq_qlen=ends) in limit.allowed) == allowed
+        assert (limit.measure(query=queries, query_index=queries, actual_seq_qlen=ends) in limit.allowed) == allowed
 
 
 def formula_loss(call: dict[str, Any]) -> Tensor:

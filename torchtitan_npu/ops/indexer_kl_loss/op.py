@@ -120,7 +120,7 @@ declare(
         Limit("top-k", lambda call: call.sparse_indices.shape[-1], shared.TOP_K_OF_GRADIENTS),
         Limit(
             "the number of queries",
-            lambda call: shared.longest(call.query_index, call.actual_seq_qlen),
+            lambda call: shared.longest(call.query, call.actual_seq_qlen),
             range(1, MAX_QUERIES + 1),
         ),
         *INDEX_LIMITS,
