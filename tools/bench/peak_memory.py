@@ -171,7 +171,7 @@ def measure_gate_up(row: str, args: argparse.Namespace) -> dict[str, Any]:
 
     platform.prepare()
     register()
-    from torchtitan_npu.ops.grouped_matmul.function import grouped_matmul
+    from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul
 
     device, dtype = ("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, args.dtype)
 
