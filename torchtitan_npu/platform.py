@@ -85,7 +85,7 @@ def prepare() -> None:
         _shard_cpu_attention()
         for warning in (
             "In CPU autocast, but the target dtype",  # float32 needs no autocast
-            "DTensor .* may not have complete support on cpu",  # see distributed/initial_weights.py
+            "DTensor .* may not have complete support on cpu",  # see distributed/cpu_ranks.py
             "Set timeout is now only supported for",  # gloo keeps its first timeout
         ):
             warnings.filterwarnings("ignore", message=warning)

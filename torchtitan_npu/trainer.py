@@ -33,20 +33,18 @@ from torchtitan_npu.compile import passes as graph_passes
 from torchtitan_npu.compile.device_graphs import DeviceGraphs
 from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
-from torchtitan_npu.components.gradient_scale import GradientScale
-from torchtitan_npu.components.job_control.heartbeat import PHASES, Progress
+from torchtitan_npu.components.job_control.heartbeat import PHASES, StepProgress
+from torchtitan_npu.components.loss import GradientScale
 from torchtitan_npu.components.metrics import log_compile_progress, peak_flops
-from torchtitan_npu.components.nonfinite.captured_step import Batch
-from torchtitan_npu.components.nonfinite.checked_steps import CheckedSteps, NonfiniteStep
+from torchtitan_npu.components.nonfinite.checked_steps import Batch, CheckedSteps, NonfiniteStep
 from torchtitan_npu.components.profiling import profile_npu
 from torchtitan_npu.components.replay.install import start_session
 from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.distributed.context_parallel import model_inputs, takes_attention_masks
-from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
 from torchtitan_npu.distributed.matmul_sharding import use_matmul_sharding
-from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.parallel_dims import ParallelDims, flight_recorder_variables, set_timeouts
 from torchtitan_npu.errors import EXIT_STOPPED
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS
@@ -67,7 +65,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, job_config: JobConfig) -> None:
         self.has_stepped = self.has_finished = False
-        self.progress = Progress()
+        self.progress = StepProgress()
         # TorchTitan's constructor names its checkpoint manager, and a function that takes an NPU for an A100
         init = copy_with_globals(
             TitanTrainer.__init__,
@@ -283,26 +281,21 @@ class Trainer(TitanTrainer):
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
     ) -> torch.Tensor:
         self.checked_steps.start_batch()
+        tokens = self.gradient_scale.start_batch(labels, global_valid_tokens, self.device)
+        # their backward pass starts inside, before the loss could be divided here
+        divides = self.parallel_dims.pp_enabled or isinstance(self.loss_fn, ChunkedLossPerToken)
+        if divides:
+            self.loss_fn.tokens, tokens = tokens, 1.0
+        loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
+        if divides:
+            self.loss_fn.tokens = 1.0  # validation divides by another number of tokens
         # detached: nodes of an autograd graph that is alive would add their stream to the captures
-        loss = self._forward_backward(input_dict, labels, global_valid_tokens).detach()
+        loss = (loss / self.gradient_scale.replicas).detach()
         if self.replay:
             self.replay.end_batch()
         self.device_graphs.capture_once()
         self.checked_steps.add_batch(global_valid_tokens, loss)
         return loss
-
-    def _forward_backward(
-        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: Any
-    ) -> torch.Tensor:
-        scale = self.gradient_scale
-        tokens = scale.start_batch(labels, global_valid_tokens, self.device)
-        if not (self.parallel_dims.pp_enabled or isinstance(self.loss_fn, ChunkedLossPerToken)):
-            loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=tokens)
-            return loss / scale.replicas
-        self.loss_fn.tokens = tokens  # their backward pass starts inside, before the loss could be divided here
-        loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=1.0)
-        self.loss_fn.tokens = 1.0  # validation divides by its own number of tokens
-        return loss / scale.replicas
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -21,13 +21,13 @@ def swapping_options(model: str) -> dict[str, Any]:
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     import torchtitan_npu
-    from torchtitan_npu.components.optimizers import SwappableOptimizers, swap_container
+    from torchtitan_npu.components.optimizers import SwappableOptimizers
     from torchtitan_npu.train_specs.adapt import AdaptedTrainSpec
     from torchtitan_npu.train_specs.registry import known_models
 
     class SwapsOnCpu(SwappableOptimizers):
-        def container(self, model_parts: list[nn.Module], config: Any) -> Any:
-            return swap_container(config)
+        def swaps(self, model_parts: list[nn.Module], config: Any) -> bool:
+            return True
 
     torchtitan_npu.register()
     name = f"{model}_swapping"

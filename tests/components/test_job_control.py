@@ -22,9 +22,9 @@ from torchtitan_npu.components.job_control import process as rank_processes
 from torchtitan_npu.components.job_control.heartbeat import (
     PHASES,
     Heartbeat,
-    Progress,
     RankFailure,
     StallTimer,
+    StepProgress,
     is_communication_error,
     ranks_behind,
     stall_failure,
@@ -87,7 +87,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_a_held_rank_waits_and_runs_up_to_the_agreed_step() -> None:
-    progress = Progress()
+    progress = StepProgress()
     assert progress.may_start(1) and progress.may_start(2)
     assert progress.hold() == 2
     started: list[bool] = []
@@ -377,7 +377,7 @@ class TestStall:
     def test_one_rank_may_take_any_time(self, start: Start, exit_codes: list[int]) -> None:
         monitor = start(HashStore(), limits=self.LIMITS)
         self.stall(monitor, 0.4)
-        assert monitor._own.stalled_s > 4 * self.LIMITS.train and not exit_codes
+        assert monitor._beat_now.stalled_s > 4 * self.LIMITS.train and not exit_codes
 
     @pytest.mark.parametrize(
         ("own", "phase", "hangs"),

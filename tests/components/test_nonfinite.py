@@ -15,7 +15,7 @@ from tests._helpers.layouts import job_config
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.swapping_jobs import swapping_config
 from tests._helpers.training import recording, state, train_until
-from torchtitan_npu.components.nonfinite.captured_step import CapturedStep
+from torchtitan_npu.components.nonfinite.checked_steps import CapturedStep
 from torchtitan_npu.components.nonfinite.first_module import ModuleWatch, plain_name
 from torchtitan_npu.torch_internals.activation_checkpoint import checkpoint_wrapper
 
@@ -199,7 +199,7 @@ def run_saved_step(folder: Path, saved: Path) -> Any:
     """Return the finding of this rank in a new job with the weights, batch and random states of the step."""
     options = {"checkpoint.enable": True, "checkpoint.initial_load_path": str(saved / "weights")}
     with recording(job_config("llama3", {"shard": 2}, options | {"job.dump_folder": str(folder)})) as (trainer, _):
-        trainer.checked_steps.kept = CapturedStep.load(saved / f"rank-{os.environ['RANK']}.pt")
+        trainer.checked_steps.captured = CapturedStep.load(saved / f"rank-{os.environ['RANK']}.pt")
         return trainer.checked_steps.run_again()
 
 

@@ -33,7 +33,7 @@ from tests._helpers.moe_layers import (
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.gmm import NpuGroupedExperts
-from torchtitan_npu.distributed.gpt_oss_experts import NpuGptOssGroupedExperts
+from torchtitan_npu.distributed.expert_parallel import NpuGptOssGroupedExperts
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.planner import Calls
 from torchtitan_npu.titan_internals.converter_registry import known_converters

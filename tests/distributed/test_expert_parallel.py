@@ -44,9 +44,9 @@ from torchtitan_npu.distributed.expert_parallel import (
     STYLES,
     NpuExpertParallel,
     NpuExpertTensorParallel,
+    NpuGptossExpertTensorParallel,
     fused_styles,
 )
-from torchtitan_npu.distributed.gpt_oss_experts import NpuGptossExpertTensorParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.titan_internals.rebind import copy_with_globals, refers_to

@@ -9,8 +9,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from tests._helpers.converted_models import assert_no_further, convert
 from tests._helpers.moe_layers import ROUNDINGS, build_moe, call_experts, call_experts_exact, rows
 from torchtitan_npu.converters.gmm import REPLACEMENTS
-from torchtitan_npu.distributed.expert_parallel import STYLES
-from torchtitan_npu.distributed.gpt_oss_experts import NpuGptossExpertTensorParallel, NpuGptOssGroupedExperts
+from torchtitan_npu.distributed.expert_parallel import STYLES, NpuGptossExpertTensorParallel, NpuGptOssGroupedExperts
 
 
 def test_both_are_registered() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.distributed.initial_weights import initialize_as_one_rank
+from torchtitan_npu.distributed.cpu_ranks import initialize_as_one_rank
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
 from tests._helpers.moe_layers import build_moe, output_gradient, tokens
 from tests._helpers.multirank import run_on_ranks
-from torchtitan_npu.distributed.moe_gradients import SPLITTING_BY_SEQUENCE, fix_moe_gradients
+from torchtitan_npu.distributed.moe_tensor_parallel import SPLITTING_BY_SEQUENCE, fix_moe_gradients
 from torchtitan_npu.titan_internals.rebind import copy_with_globals
 
 BATCH, SEQUENCE, RANKS = 2, 8, 2

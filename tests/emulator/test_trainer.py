@@ -21,8 +21,7 @@ from tests.emulator.conftest import Shared
 from torchtitan_npu.components.metrics import peak_flops
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import Comm
-from torchtitan_npu.distributed.hccl_groups import flight_recorder_variables, set_timeouts
-from torchtitan_npu.distributed.parallel_dims import ParallelDims
+from torchtitan_npu.distributed.parallel_dims import ParallelDims, flight_recorder_variables, set_timeouts
 from torchtitan_npu.torch_internals.distributed import hccl_options, options_of
 
 ROOT = Path(__file__).parents[2]

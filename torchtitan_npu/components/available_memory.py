@@ -55,11 +55,7 @@ def _groups(root: Path, membership: str) -> Iterator[tuple[int, int]]:
                 continue
             text = (folder / limit).read_text().strip()
             if text != "max":
-                used = int((folder / usage).read_text()) - _file_cache(folder)
-                yield int(text), max(0, int(text) - used)
-
-
-def _file_cache(folder: Path) -> int:
-    """Return the bytes of cached files, which count as used but are freed on demand."""
-    lines = (folder / "memory.stat").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
+                # cached files count as used but are freed on demand
+                lines = map(str.split, (folder / "memory.stat").read_text().splitlines())
+                cached = sum(int(count) for name, count in lines if name in ("inactive_file", "active_file"))
+                yield int(text), max(0, int(text) - int((folder / usage).read_text()) + cached)

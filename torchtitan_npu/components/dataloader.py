@@ -26,8 +26,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 import torchtitan_npu.components.corpus  # noqa: F401  registers the shipped corpora
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
-from torchtitan_npu.components.user_data.build import build_rows
-from torchtitan_npu.components.user_data.packing import PackedRows
+from torchtitan_npu.components.user_data.packing import PackedRows, build_rows
 from torchtitan_npu.config.data import USER_DATASETS
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.config.titan_sections import check_data_workers

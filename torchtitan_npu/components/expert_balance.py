@@ -8,7 +8,7 @@ hold here:
   of ``npu_permute`` count once if the optimizer is built here. An optimizer built elsewhere, for a train spec that is
   not adapted, gets TorchTitan's double counts from them.
 - It assumes that all tensor-parallel ranks count the same tokens. In the layout of
-  :mod:`torchtitan_npu.distributed.moe_tensor_parallel` each rank counts its own, and the counts have to be summed.
+  :mod:`torchtitan_npu.distributed.moe_tensor_parallel` each rank counts its tokens, and the counts have to be summed.
 
 Delete when TorchTitan counts each token once, in the forward pass, and sums the counts over all ranks.
 """
@@ -42,7 +42,11 @@ def update_expert_biases(blocks: list[Any], parallel_dims: ParallelDims) -> None
     """Raise the bias of experts with fewer tokens than the mean, lower that of the others, and reset the counts."""
     sum_over_tensor_parallel([block.moe for block in blocks if hasattr(block.moe, "counts_mesh")])
     # (layers, num_experts)
-    counts = torch.vstack([_counted_once(block) for block in blocks])
+    counts = torch.vstack([block.moe.tokens_per_expert for block in blocks])
+    for block, count in zip(blocks, counts, strict=True):
+        count_in_recomputation = getattr(block.moe, "count_in_recomputation", True)  # TorchTitan's layers do
+        if count_in_recomputation and is_checkpointed(block):
+            count //= 2
     if (loss_mesh := parallel_dims.get_optional_mesh("loss")) is not None:
         dist.all_reduce(counts, group=loss_mesh.get_group())
     for block, count in zip(blocks, counts.float(), strict=True):
@@ -59,12 +63,6 @@ def sum_over_tensor_parallel(layers: list[Any]) -> None:
     dist.all_reduce(counts, group=layers[0].counts_mesh.get_group())
     for moe, total in zip(layers, counts, strict=True):
         moe.tokens_per_expert.copy_(total)
-
-
-def _counted_once(block: Any) -> torch.Tensor:
-    counts = block.moe.tokens_per_expert
-    count_in_recomputation = getattr(block.moe, "count_in_recomputation", True)  # TorchTitan's own layers do
-    return counts // 2 if count_in_recomputation and is_checkpointed(block) else counts
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from torchtitan.tools.utils import Color, NoColor, get_peak_flops
 
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
+from torchtitan_npu.components.optimizers import SwapContainer
 from torchtitan_npu.components.replay.replayer import Replayer, flip_summary
-from torchtitan_npu.components.swap_optimizer.container import SwapContainer
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss, auxiliary_losses
 from torchtitan_npu.log import log_on_first_rank

@@ -94,7 +94,8 @@ def with_npu_operators(policy: Policy) -> Policy:
             return policy(context, aten.mm.default, x, weight)
         if name == "npu::npu_quant_matmul":
             return policy(context, aten.mm.default, *args[:2])
-        if name in _saved_operators() or _copies_to_host(func, args, kwargs):
+        copies = func == aten._to_copy.default and args[0].device.type == "npu" and kwargs.get("device") is not None
+        if name in _saved_operators() or (copies and torch.device(kwargs["device"]).type == "cpu"):
             return CheckpointPolicy.MUST_SAVE
         return policy(context, func, *args, **kwargs)
 
@@ -103,13 +104,6 @@ def with_npu_operators(policy: Policy) -> Policy:
 
 @functools.cache
 def _saved_operators() -> frozenset[str]:
-    ours = {f"npu::{op.name.partition('.')[0]}" for op in OPS.values() if op.flops is not None}
+    of_this_package = {f"npu::{op.name.partition('.')[0]}" for op in OPS.values() if op.flops is not None}
     # torch's scaled dot-product attention, in torch_npu 2.13 and before
-    return frozenset(ours | {"npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3"})
-
-
-def _copies_to_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if func != torch.ops.aten._to_copy.default or args[0].device.type != "npu":
-        return False
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cpu"
+    return frozenset(of_this_package | {"npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3"})

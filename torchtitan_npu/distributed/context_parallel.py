@@ -1,6 +1,6 @@
 """Base class for context parallelism of custom attention.
 
-TorchTitan exchanges keys and values inside its own scaled dot-product attention. For another attention, the job names
+TorchTitan exchanges keys and values inside its scaled dot-product attention. For another attention, the job names
 a subclass of :class:`ContextParallel` that defines the communication:
 
     [npu]
@@ -81,7 +81,7 @@ class ContextParallel:
 
 
 def apply_context_parallel(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> bool:
-    """Parallelize the attention of ``model`` by its own class, if it has one. Return whether it has.
+    """Parallelize the attention of ``model`` by its :func:`context_class`, if it has one. Return whether it has.
 
     The instance is ``model.context_parallel``, which :func:`model_inputs` uses for every batch.
     """

@@ -3,6 +3,9 @@
 After the all-to-all a rank holds tokens grouped by source rank, then by expert. TorchTitan sorts them by expert with a
 Triton kernel and pads each group to a multiple of 8, as ``torch._grouped_mm`` requires. Here fused operators sort them,
 and sort them back.
+
+Importing this module registers the experts of gpt_oss, which have biases and another forward method, with the converter
+``npu_gmm``.
 """
 
 from __future__ import annotations
@@ -18,10 +21,22 @@ from torchtitan.distributed.expert_parallel import (
     all_to_all_single,
     all_to_all_single_autograd,
 )
+from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
+from torchtitan_npu.converters.gmm import (
+    REPLACEMENTS,
+    describe_sizes,
+    product_dtype,
+    rows_per_expert,
+    shard_degree,
+)
 from torchtitan_npu.converters.permute import NpuMoE
+from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.ops.grouped_matmul import grouped_matmul
 from torchtitan_npu.ops.moe_permute import unpermute
 from torchtitan_npu.titan_internals.rebind import refers_to
 
@@ -44,21 +59,6 @@ def fused_styles(plan: ParallelizeFunction, model: nn.Module) -> dict[type[Exper
     return STYLES
 
 
-def sort_by_expert(
-    rows: Tensor, rows_per_expert: Tensor, ranks: int, experts: int
-) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
-    """Sort received ``rows`` (rows, dim) by expert.
-
-    ``rows_per_expert`` (ranks * experts) is the number of rows from each rank for each expert. Return the shape of
-    ``rows``, the sorted rows, the index of each received row among them, and the number of rows per expert (experts).
-    """
-    expert_ids = torch.arange(experts, dtype=torch.int32, device=rows.device).repeat(ranks)
-    # without output_size, repeat_interleave would wait for the device
-    expert_of_row = expert_ids.repeat_interleave(rows_per_expert, output_size=rows.shape[0])
-    rows_sorted, sorted_index = torch.ops.npu.npu_moe_token_permute(rows, expert_of_row)
-    return rows.shape, rows_sorted, sorted_index, rows_per_expert.view(ranks, experts).sum(dim=0)
-
-
 class NpuExpertParallel(ExpertParallel):
     """TorchTitan's ``ExpertParallel`` with the fused operators, and without padding."""
 
@@ -75,10 +75,12 @@ class NpuExpertParallel(ExpertParallel):
             to_receive = received.view(ranks, -1).sum(dim=1).to(torch.device("cpu"))
             self.input_splits, self.output_splits = to_send.tolist(), to_receive.tolist()
         rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
-        self.input_shape, rows, self.permuted_indices, counts = sort_by_expert(
-            rows, received, ranks, rows_per_expert.shape[0] // ranks
-        )
-        return rows, counts
+        self.input_shape, experts = rows.shape, rows_per_expert.shape[0] // ranks
+        expert_ids = torch.arange(experts, dtype=torch.int32, device=rows.device).repeat(ranks)
+        # without output_size, repeat_interleave would wait for the device
+        expert_of_row = expert_ids.repeat_interleave(received, output_size=rows.shape[0])
+        rows, self.permuted_indices = torch.ops.npu.npu_moe_token_permute(rows, expert_of_row)
+        return rows, received.view(ranks, experts).sum(dim=0)
 
     def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
         """Undo :meth:`_token_dispatch` for the experts' outputs."""
@@ -90,8 +92,37 @@ class NpuExpertTensorParallel(ExpertTensorParallel, NpuExpertParallel):
     """TorchTitan's ``ExpertTensorParallel`` with the fused operators."""
 
 
+class NpuGptOssGroupedExperts(GptOssGroupedExperts):
+    """gpt_oss's experts on ``npu_grouped_matmul``. Biases and the clamped gate stay separate operators."""
+
+    dispatch_pads = True
+    operators = ("npu_grouped_matmul",)
+
+    def extra_repr(self) -> str:
+        return f"{describe_sizes(self.mlp1_weight)}, product=npu_grouped_matmul"
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Apply each row's expert to ``x`` (rows, dim), which is sorted by expert."""
+        counts = rows_per_expert(self, self.mlp1_weight, x, num_tokens_per_expert)
+        dtype = product_dtype(x, self.mlp1_weight)
+        w1, w2 = local(self.mlp1_weight).to(dtype), local(self.mlp2_weight).to(dtype)
+        b1, b2 = local(self.mlp1_bias), local(self.mlp2_bias)  # autocast does not round them
+        expert = torch.arange(counts.numel(), device=x.device).repeat_interleave(counts, output_size=x.shape[0])
+        hidden = grouped_matmul(x.to(dtype), w1.mT, counts) + b1[expert]
+        hidden = clamped_swiglu(hidden, limit=self.swiglu_limit).to(dtype)
+        # tensor parallel sums its ranks' outputs, so each adds a fraction of the bias
+        b2 = ScaleBiasForward.apply(b2, shard_degree(self.mlp1_weight, "tp") * shard_degree(self.mlp1_weight, "etp"))
+        return grouped_matmul(hidden, w2.mT, counts) + b2[expert]
+
+
+class NpuGptossExpertTensorParallel(GptossExpertTensorParallel, NpuExpertParallel):
+    """TorchTitan's style for gpt_oss with the fused operators."""
+
+
+REPLACEMENTS[GptOssGroupedExperts.forward] = NpuGptOssGroupedExperts
 STYLES: dict[type[ExpertParallel], type[NpuExpertParallel]] = {
     ExpertParallel: NpuExpertParallel,
     ExpertTensorParallel: NpuExpertTensorParallel,
+    GptossExpertTensorParallel: NpuGptossExpertTensorParallel,
 }
-"""The fused style for each of TorchTitan's. See also :mod:`.gpt_oss_experts`."""
+"""The fused style for each of TorchTitan's."""

@@ -38,8 +38,8 @@ def letters(left: Sequence[int], right: Sequence[int]) -> tuple[Letters, Letters
     def of(shape: Sequence[int], other: Sequence[int]) -> list[str | None]:
         """Return the letters of batch dimensions, aligned at the end. Size 1 is broadcast if ``other`` has more."""
         sizes = dict(zip(reversed(batch), reversed(other), strict=False))
-        own = zip(batch[count - len(shape) :], shape, strict=True)
-        return [None if size == 1 and sizes.get(name, 1) != 1 else name for name, size in own]
+        named = zip(batch[count - len(shape) :], shape, strict=True)
+        return [None if size == 1 and sizes.get(name, 1) != 1 else name for name, size in named]
 
     rows, columns = ["m"] * (len(left) > 1), ["n"] * (len(right) > 1)
     return (
@@ -54,13 +54,11 @@ def product_placements(
 ) -> Iterator[tuple[Placement, Placement, Placement]]:
     """Yield placements of the two factors and of their product: replicated first, then sharded rows.
 
-    ``current`` are the present placements of the inputs. ``Partial`` is kept where an input has it, and never
+    ``current`` are the present placements of the inputs. ``Partial`` stays where an input has it, and is never
     introduced. A strided shard (``_StridedShard``) is valid if all tensors have the same stride.
 
-    torch's private ``gen_single_dim_einsum_strategies`` makes nearly the same list from an equation. It has no
-    broadcast dimensions, and it introduces ``Partial``, which means more candidates and more host time. Its
-    placeholders need torch's machinery for single-dimension strategies, which takes one list for both gradients and
-    allows no order among equals.
+    torch's private ``gen_single_dim_einsum_strategies`` makes nearly the same list. It has no broadcast dimensions, and
+    it introduces ``Partial``, which means more candidates and more host time.
     """
     yield REPLICATE, REPLICATE, REPLICATE
     strides = {None: None} | {shard.split_factor: None for shard in current if isinstance(shard, StridedShard)}
@@ -69,7 +67,9 @@ def product_placements(
         for stride in strides:
             factors = (_shard(left, letter, stride) or REPLICATE, _shard(right, letter, stride) or REPLICATE)
             yield *factors, _shard(product, letter, stride) or Partial()
-    for partial in dict.fromkeys(x for x in current if is_linear_partial(x)):
+    # a sum or mean over the ranks: no maximum, and no masked sum (a subclass)
+    linear = (x for x in current if type(x) is Partial and x.reduce_op in Partial.LINEAR_REDUCE_OPS)
+    for partial in dict.fromkeys(linear):
         yield partial, REPLICATE, partial
         yield REPLICATE, partial, partial
 
@@ -106,11 +106,6 @@ def matmul_backward_strategies(
     if mask[1]:
         return [Strategy((g, x, _shape_only(dw, current_right)), (x, dw)) for g, x, dw in right_grads]
     return [Strategy((current_grad, current_left, current_right), (current_left, current_right))]
-
-
-def is_linear_partial(placement: Placement) -> bool:
-    """Return whether the tensor is a sum or mean over the ranks: no maximum, and no masked sum (a subclass)."""
-    return type(placement) is Partial and placement.reduce_op in Partial.LINEAR_REDUCE_OPS
 
 
 def is_sharded(placement: Placement) -> bool:

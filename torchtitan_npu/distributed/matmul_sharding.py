@@ -3,10 +3,10 @@
 torch_npu does not decompose these two operators, so on an NPU every linear layer of a tensor-parallel model reaches
 DTensor as one of them. Other backends decompose them before DTensor, and nothing here is called.
 
-The strategy is chosen among all valid placements (``matmul_placements``) over all mesh dimensions. If the present
-placements are valid, they are kept. Else the criteria are, in this order: communication by DTensor's own estimate, the
-number of changed placements (a slice is free but changes where the result is), memory, position in the list. All ranks
-choose the same, because they share the shapes, the placements and the mesh. DTensor caches the choice.
+The strategy is chosen among all valid placements (``matmul_placements``) over all mesh dimensions. Present placements
+that are valid stay. Else the criteria are, in this order: communication by DTensor's estimate, the number of changed
+placements (a slice is free but changes where the result is), memory, position in the list. All ranks choose the same,
+because they share the shapes, the placements and the mesh. DTensor caches the choice.
 
 A gradient that is ``Partial`` can stay so at no cost now, but then the input's gradient is ``Partial`` and has to be
 reduced later. DeepSeek's latent projections meet this in every layer, and their input is several times wider than
@@ -46,28 +46,28 @@ from torchtitan_npu.torch_internals.dtensor import (
 aten = torch.ops.aten
 OPS = (aten.matmul.default, aten.matmul_backward.default)
 
-_uses_ours: dict[DeviceMesh, bool] = {}
-"""The choice of the last job on each mesh. Equal meshes are one key, as in DTensor's cache."""
+_enabled: dict[DeviceMesh, bool] = {}
+"""The option of the last job on each mesh. Equal meshes are one key, as in DTensor's cache."""
 
 
-def use_matmul_sharding(mesh: DeviceMesh, ours: bool) -> None:
-    """Let DTensor shard the two operators on ``mesh`` by these strategies, or if not ``ours``, by those it had.
+def use_matmul_sharding(mesh: DeviceMesh, enabled: bool) -> None:
+    """Let DTensor shard the two operators on ``mesh`` by these strategies, or if not ``enabled``, by those it had.
 
     Registered on first use. They apply to meshes of such jobs and delegate other calls to the strategy registered
     before, which is torch_npu's on an NPU. A second job on an equal mesh may change the choice; but an autograd thread
     of a device keeps the decisions that it has cached for the first.
     """
-    if ours:
+    if enabled:
         _register()
-    if ours != _uses_ours.get(mesh, False):
-        _uses_ours[mesh] = ours
+    if enabled != _enabled.get(mesh, False):
+        _enabled[mesh] = enabled
         clear_sharding_cache()
 
 
 @functools.cache
 def _register() -> None:
     def applies(mesh: DeviceMesh) -> bool:
-        return _uses_ours.get(mesh, False)
+        return _enabled.get(mesh, False)
 
     register_strategy(OPS[0], matmul_strategy, applies, {})
     mask_is_cached = {"static_argnum": 3, "needs_pytree": True}  # the mask is a list
@@ -111,7 +111,7 @@ def cheapest(
         for strategy in candidates
         if strategy.inputs == current
     )  # at most one per mesh dimension
-    if len(unchanged) == len(strategies) and (later is None or later(_first_output(unchanged)) == 0):
+    if len(unchanged) == len(strategies) and (later is None or later(_outputs(unchanged)[0]) == 0):
         return unchanged
 
     costs = [
@@ -136,7 +136,9 @@ def cheapest(
             *((spec.shape, target) for spec, target in moves if spec.placements != target),
             *zip(outputs, _outputs(combination), strict=True),
         ]
-        return sum(_local_size(math.prod(shape), mesh_shape, target) for shape, target in tensors)
+        # a rank's number of elements, as if all shards were even
+        shards = ((n for n, x in zip(mesh_shape, target, strict=True) if is_sharded(x)) for _, target in tensors)
+        return sum(math.prod(shape) / math.prod(ranks) for (shape, _), ranks in zip(tensors, shards, strict=True))
 
     for criterion in (changed, memory):
         if len(candidates) > 1:
@@ -180,31 +182,20 @@ def _outputs(combination: tuple[Strategy, ...]) -> list[tuple[Placement, ...]]:
     return list(zip(*(strategy.outputs for strategy in combination), strict=True))
 
 
-def _first_output(combination: tuple[Strategy, ...]) -> tuple[Placement, ...]:
-    return tuple(strategy.outputs[0] for strategy in combination)
-
-
 def _cost_of_later_reduction(left: DTensorSpec, right: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> float:
     """Return the cost of reducing left's ``gradient`` where it is ``Partial`` and ``right`` is not sharded."""
-    kept = [x.is_partial() and not is_sharded(current) for x, current in zip(gradient, right, strict=True)]
-    if not any(kept):
+    later = [x.is_partial() and not is_sharded(current) for x, current in zip(gradient, right, strict=True)]
+    if not any(later):
         return 0.0
-    others = [x if is_sharded(x) else REPLICATE for x in gradient]
+    fixed = [x if is_sharded(x) else REPLICATE for x in gradient]
     shards: list[Placement] = [Shard(dim) for dim in range(left.ndim)]
-    before = tuple(Partial() if keep else other for keep, other in zip(kept, others, strict=True))
+    before = tuple(Partial() if reduced else x for reduced, x in zip(later, fixed, strict=True))
+    spec = DTensorSpec(left.mesh, before, tensor_meta=left.tensor_meta)
     return min(
-        redistribution_cost(
-            DTensorSpec(left.mesh, before, tensor_meta=left.tensor_meta),
-            tuple(to if keep else other for keep, other in zip(kept, others, strict=True)),
-        )
+        redistribution_cost(spec, tuple(to if reduced else x for reduced, x in zip(later, fixed, strict=True)))
         # all dimensions that are not sharded yet cost the same; a vector may have none
-        for to in [x for x in shards if x not in others][:1] or [*shards, REPLICATE]
+        for to in [x for x in shards if x not in fixed][:1] or [*shards, REPLICATE]
     )
-
-
-def _local_size(size: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> float:
-    """Return a rank's number of elements out of ``size``, as if all shards were even."""
-    return size / math.prod(ranks for ranks, x in zip(mesh_shape, placements, strict=True) if is_sharded(x))
 
 
 def _op_strategy(inputs: Sequence[DTensorSpec], chosen: tuple[Strategy, ...]) -> OpStrategy:

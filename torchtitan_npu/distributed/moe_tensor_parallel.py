@@ -2,13 +2,13 @@
 
 Between the layers a tensor-parallel rank holds a chunk of every sequence. If expert parallel spans these ranks,
 TorchTitan gathers the sequences before the router, lets each rank route a chunk of them, and sums the ranks' outputs
-(llama4/infra/parallelize.py, ``apply_moe_ep_tp``). Here a rank routes its own chunk, without the gather and the sum:
+(llama4/infra/parallelize.py, ``apply_moe_ep_tp``). Here a rank routes its chunk, without the gather and the sum:
 
                      ┌ router ─ all-to-all ─ experts ─ all-to-all ┐
     tokens of a rank ┤                                            + tokens of a rank
                      └ all-gather ─ shared experts ─ reduce-scatter ┘
 
-The router's weight is replicated, and a rank's gradient covers its own tokens. The gradients are summed once, at the
+The router's weight is replicated, and a rank's gradient covers its tokens. The gradients are summed once, at the
 parameter, as those of the norms are. :mod:`torchtitan_npu.components.expert_balance` sums the ranks' token counts.
 """
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
@@ -40,10 +41,9 @@ from torchtitan_npu.titan_internals.rebind import copy_with_globals, refers_to
 
 
 def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelDims, job_config: JobConfig) -> bool:
-    """Return whether the job's MoE layers get this layout.
+    """Return whether the job's MoE layers get this layout, which replaces ``apply_moe_ep_tp``.
 
-    Expert parallel spans the tensor-parallel ranks, ``npu.moe_sequence_parallel`` is true, and ``parallelize`` uses
-    ``apply_moe_ep_tp``, which this layout replaces. gpt_oss has another plan.
+    Expert parallel spans the tensor-parallel ranks then. gpt_oss has another plan.
     """
     spans = dims.tp_enabled and dims.ep_enabled and not dims.etp_enabled
     return spans and npu_options(job_config).moe_sequence_parallel and bool(refers_to(parallelize, [apply_moe_ep_tp]))
@@ -82,3 +82,61 @@ def layer_plan(moe: MoE) -> dict[str, ParallelStyle]:
             "moe.shared_experts.w3": ColwiseParallel(),
         }
     return plan
+
+
+def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: bool) -> None:
+    """Workaround: two gradients of TorchTitan's MoE layers are wrong under tensor parallel.
+
+    Faults of TorchTitan 0.2.2 (llama4/infra/parallelize.py, ``apply_moe_ep_tp``), both silent:
+
+    - The router's weight is replicated over the tensor-parallel ranks. Each rank's gradient of the scores covers only
+      its part of the experts' output (its hidden columns, or its tokens), and nothing sums them. The copies of the
+      weight drift apart.
+    - If expert parallel spans the tensor-parallel ranks (``tokens_are_split``), each of them routes a part of the
+      tokens. TorchTitan splits batch and sequence as one dimension, but a rank keeps only the gradient of its part of
+      the *sequence*. With one sequence per batch the two splits are equal, with more they are not. The plan uses
+      :class:`SplitBySequence` instead.
+
+    :func:`sequence_parallel_moe` has neither fault. Delete when ``apply_moe_ep_tp`` sums the gradient of the scores and
+    splits by sequence.
+    """
+
+    def record_batch(moe: MoE, args: tuple[Tensor, ...]) -> None:
+        moe.reorderer.batch = args[0].shape[0]  # type: ignore[assignment]  # (batch, sequence, dim)
+
+    def sum_gradient_of_scores(router: nn.Module, args: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        top_scores, *others = outputs
+        scores = DTensor.from_local(top_scores, tp_mesh, [Replicate()], run_check=False)
+        return (scores.to_local(grad_placements=[Partial()]), *others)
+
+    for moe in (module for module in model.modules() if isinstance(module, MoE)):
+        if tokens_are_split:
+            moe.register_forward_pre_hook(record_batch)
+        # TorchTitan sums the gradient of scores that multiply the experts' input
+        if tokens_are_split or not moe.score_before_experts:
+            moe.router.register_forward_hook(sum_gradient_of_scores)
+
+
+class SplitBySequence(ParallelStyle):
+    """In place of TorchTitan's ``ReordererSequenceParallel``, which splits batch and sequence as one dimension."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
+
+        def take_local_part(reorderer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            # (batch * sequence, top_k) -> (batch * sequence / ranks, top_k)
+            top_k = reorderer.top_k
+            return tuple(x.view(reorderer.batch, ranks, -1, top_k)[:, rank].reshape(-1, top_k) for x in args)
+
+        def use_global_indices(reorderer: Any, args: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+            scores, indices, tokens_per_expert = outputs
+            part = scores.shape[0] // reorderer.batch  # pairs of one sequence on this rank
+            return scores, (indices // part * ranks + rank) * part + indices % part, tokens_per_expert
+
+        module.register_forward_pre_hook(take_local_part)
+        module.register_forward_hook(use_global_indices)
+        return module
+
+
+SPLITTING_BY_SEQUENCE = {ReordererSequenceParallel: SplitBySequence}
+"""The style that a parallel plan uses in place of TorchTitan's."""

@@ -17,20 +17,24 @@ when it takes a backend or options for each mesh dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config.job_config import Comm
 from torchtitan.distributed import ParallelDims as TitanParallelDims
 
 from torchtitan_npu import platform
 from torchtitan_npu.log import log_on_first_rank
-from torchtitan_npu.torch_internals.distributed import hccl_options, override_groups
+from torchtitan_npu.torch_internals.distributed import hccl_options, override_groups, set_timeout
 
 
 class ParallelDims(TitanParallelDims):
-    """TorchTitan's layout of a job, with an FSDP mesh also for these two layouts, and groups for dimensions."""
+    """TorchTitan's ParallelDims, with an FSDP mesh also for these two layouts, and groups for dimensions."""
 
     hccl_buffers: Mapping[str, int] = {}
     """MiB of HCCL's buffers by mesh dimension, for those that have their own size."""
@@ -46,8 +50,9 @@ class ParallelDims(TitanParallelDims):
         super().__setattr__(name, value)
 
     def _group_overrides(self) -> dict[str, Any]:
-        """Return the dimensions with a group of their own, and its options or, in a dry run, its backend."""
-        groups, sizes = own_groups(self.hccl_buffers), self._sizes()
+        """Return the dimensions with a separate group, and its options or, in a dry run, its backend."""
+        groups = {"ep": 0, **self.hccl_buffers} if platform.job_backend() == "npu" else {}  # 0 is HCCL's default
+        sizes = self._sizes()
         if unused := [name for name in self.hccl_buffers if sizes[name] == 1]:
             log_on_first_rank(
                 f"comm.hccl_buffers has no effect for {', '.join(unused)}: this layout has one rank there"
@@ -74,6 +79,29 @@ class ParallelDims(TitanParallelDims):
         return (name == "fsdp" and (self.fsdp_enabled or self.ep_enabled)) or super()._mesh_exist(name, degree)
 
 
-def own_groups(hccl_buffers: Mapping[str, int]) -> dict[str, int]:
-    """Return the mesh dimensions with a process group of their own, and their buffers in MiB; 0 is HCCL's default."""
-    return {"ep": 0, **hccl_buffers} if platform.job_backend() == "npu" else {}
+def flight_recorder_variables(comm: Comm, base_folder: str) -> dict[str, str]:
+    """Return the variables of torch_npu's flight recorder, to be set before the first process group.
+
+    TorchTitan sets NCCL's. The recorder keeps the
+    last ``comm.trace_buf_size`` collectives, and writes them to a file if one times out.
+    """
+    if comm.trace_buf_size == 0:
+        return {"TORCH_HCCL_TRACE_BUFFER_SIZE": "0"}
+    folder = os.path.join(base_folder, comm.save_traces_folder)
+    os.makedirs(folder, exist_ok=True)
+    return {
+        "TORCH_HCCL_TRACE_BUFFER_SIZE": str(comm.trace_buf_size),
+        "TORCH_HCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_HCCL_ENABLE_MONITORING": "1",  # the monitoring thread writes the file
+        "TORCH_HCCL_DEBUG_INFO_TEMP_FILE": os.path.join(folder, comm.save_traces_file_prefix),
+    }
+
+
+def set_timeouts(meshes: Iterable[DeviceMesh], timeout: timedelta) -> None:
+    """Set the time-out of collectives in the default group and in the groups of ``meshes``, each of one dimension.
+
+    ``torch.distributed`` changes those of NCCL and gloo only.
+    """
+    groups = {group.group_name: group for group in (dist.group.WORLD, *(mesh.get_group() for mesh in meshes)) if group}
+    for group in groups.values():
+        set_timeout(group, timeout)

@@ -37,7 +37,7 @@ from torchtitan_npu.torch_internals.pipelining import full_backward
 
 
 class PipelineStage(TorchPipelineStage):
-    """torch's PipelineStage without these faults."""
+    """torch's PipelineStage without the faults that this module names."""
 
     @cached_property
     def decisions(self) -> list[RoutingDecisions]:
@@ -54,29 +54,36 @@ class PipelineStage(TorchPipelineStage):
         if not (last_backward and backward_type == "full" and isinstance(self.submod, FSDPModule)):
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             if backward_type == "weight":
-                copy_gradients_to_weight_strides(self.submod)
+                for parameter in self.submod.parameters():
+                    if (grad := parameter.grad) is not None and grad.stride() != parameter.stride():
+                        parameter.grad = torch.empty_like(parameter).copy_(grad)
             return result
         self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
         self.submod.set_requires_gradient_sync(True)
-        # the schedule's own reduction of gradients then finds nothing to do
+        # the schedule's reduction of gradients then finds nothing to do
         return full_backward(bwd_kwargs), None
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *others: Any,
+        **more: Any,
     ) -> Any:
         with self.running(fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *rest, **more)
+            return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *others, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.running(bwd_chunk_id):  # a checkpointed block runs again here
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *others: Any, **more: Any
     ) -> Any:
         with keeping_counts(self.submod):
-            return super()._prepare_forward_infra(num_microbatches, args, of_microbatch(0, kwargs), *rest, **more)
+            return super()._prepare_forward_infra(num_microbatches, args, of_microbatch(0, kwargs), *others, **more)
 
     def _to_tensor(self, arg: Any) -> torch.Tensor:
         tensor = super()._to_tensor(arg)
@@ -86,12 +93,6 @@ class PipelineStage(TorchPipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_counts(self.submod):  # a checkpointed block runs again here
             return super()._prepare_backward_infra(*args, **kwargs)
-
-
-def copy_gradients_to_weight_strides(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if (grad := parameter.grad) is not None and grad.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter).copy_(grad)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torchtitan.protocols.train_spec import ParallelizeFunction
 
 
 def ties_weights(model: nn.Module) -> bool:
-    """Return whether the model's output uses its embedding's weight."""
+    """True if the model's output uses its embedding's weight."""
     return getattr(model, "enable_weight_tying", False)
 
 

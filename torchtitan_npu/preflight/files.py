@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_npu.components.checkpoint.folder import DamagedCheckpoint, saved_checkpoints
 from torchtitan_npu.components.checkpoint.source import (
-    Source,
+    CheckpointSource,
     find_source,
     initial_load_key,
     stored_shapes,
@@ -87,7 +87,7 @@ def check_checkpoint_files(job: JobContext) -> None:
         check_source(job, source, key)
 
 
-def check_source(job: JobContext, source: Source, key: str) -> None:
+def check_source(job: JobContext, source: CheckpointSource, key: str) -> None:
     """Raise :class:`UsageError` if ``source``, which ``key`` names, is not of the job's model or is incomplete."""
     checkpoint = job.config.checkpoint
     try:
@@ -120,7 +120,7 @@ def check_source(job: JobContext, source: Source, key: str) -> None:
         raise UsageError(f"{source.path} has {unused[0]}{others} that {_model(job)} lacks: it is of another model")
 
 
-def _wanted(job: JobContext, source: Source) -> dict[str, Tensor]:
+def _wanted(job: JobContext, source: CheckpointSource) -> dict[str, Tensor]:
     """Return the model's tensors on the meta device, by their names in the format of ``source``."""
     tensors = job.model.state_dict()
     if not source.in_hugging_face_format:

@@ -20,7 +20,7 @@ from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.optimizers import SwappableOptimizers
 from torchtitan_npu.components.replay.install import header_of_model
 from torchtitan_npu.components.replay.record_files import header_difference, naming_the_option, read_header
-from torchtitan_npu.components.user_data.build import build_rows
+from torchtitan_npu.components.user_data.packing import build_rows
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.pipeline import pipeline_stages
 from torchtitan_npu.converters import CONVERTERS

@@ -39,14 +39,16 @@ from torchtitan_npu.components.replay.install import install_routing_decisions
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.config.job_config import compiles_blocks, npu_options, replay_options
 from torchtitan_npu.dist_utils import local
-from torchtitan_npu.distributed import gpt_oss_experts  # noqa: F401 - register replacements for converters
 from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.distributed.context_parallel import WITHOUT_ATTENTION, apply_context_parallel
-from torchtitan_npu.distributed.cpu_context_parallel import gather_keys_and_values
+from torchtitan_npu.distributed.cpu_ranks import gather_keys_and_values, initialize_as_one_rank
 from torchtitan_npu.distributed.expert_parallel import fused_styles
-from torchtitan_npu.distributed.initial_weights import initialize_as_one_rank
-from torchtitan_npu.distributed.moe_gradients import SPLITTING_BY_SEQUENCE, fix_moe_gradients
-from torchtitan_npu.distributed.moe_tensor_parallel import sequence_parallel_moe, uses_sequence_parallel_moe
+from torchtitan_npu.distributed.moe_tensor_parallel import (
+    SPLITTING_BY_SEQUENCE,
+    fix_moe_gradients,
+    sequence_parallel_moe,
+    uses_sequence_parallel_moe,
+)
 from torchtitan_npu.distributed.parallel_dims import ParallelDims as AdaptedParallelDims
 from torchtitan_npu.distributed.pipeline_stage import PipelineStage
 from torchtitan_npu.distributed.tied_weights import parallelize_tied, ties_weights

@@ -1,13 +1,8 @@
-"""Save and load swapped states: state dicts, DCP and killed jobs, with swap before and after or only once."""
+"""Save and load swapped states: state dicts and DCP, with swap before and after or only once."""
 
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 
 from tests._helpers.swap_training import (
     DEVICE,
@@ -29,12 +24,12 @@ from tests._helpers.swap_training import (
     assert_equal,
     groups,
     make_parameters,
-    needs_device,
     train,
 )
-from torchtitan_npu.cli.compare.sources import read_curve
-from torchtitan_npu.components.swap_optimizer.container import SwapContainer
+from tests.components.test_optimizers import DIMS
+from torchtitan_npu.components.optimizers import SwapContainer
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
+from torchtitan_npu.config.job_config import Optimizer
 
 
 def test_state_dicts_with_and_without_swap() -> None:
@@ -54,17 +49,17 @@ def test_state_dicts_with_and_without_swap() -> None:
 
 
 TOTAL, SAVED = 8, 4
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
 Job = tuple[nn.Module, OptimizersContainer]
 
 
 def make(swap: bool) -> Job:
     torch.manual_seed(3)
+    config = Optimizer(lr=1e-2, swap_slice_mib=1)
     model = nn.Sequential(nn.Linear(300, 1500), nn.Linear(1500, 70)).to(DEVICE)
     fully_shard(model, mesh=init_device_mesh(DEVICE.type, (1,)))
     if swap:
-        return model, SwapContainer([model], torch.optim.AdamW, dict(OPTIONS), slice_mib=1, fraction=1.0)
-    return model, OptimizersContainer([model], torch.optim.AdamW, dict(OPTIONS))
+        return model, SwapContainer([model], config)
+    return model, build_optimizers([model], config, DIMS)
 
 
 def train_job(job: Job, first: int, last: int) -> None:
@@ -127,57 +122,3 @@ def test_sharded_states_through_dcp(before: bool, after: bool, tmp_path: Path) -
         # 8 bytes per parameter and direction, with tensors aligned to 128 elements
         assert 0 <= moved / 2 - 8 * sum(p.numel() for p in second[0].parameters()) < 4 * 8 * 128
         assert cpu or 0 < metrics["swap_optimizer/link(%)"] < 150
-
-
-JOB_STEPS, JOB_SAVED = 16, 8
-
-
-def start(folder: Path, swap: bool, steps: int = JOB_STEPS) -> subprocess.Popen[bytes]:
-    """Start a job of one rank in ``folder``, from its newest checkpoint."""
-    options = {
-        "job.config_file": "train_configs/llama3_debugmodel.toml",
-        "job.dump_folder": str(folder),
-        "training.steps": str(steps),
-        "lr_scheduler.decay_ratio": "0",  # a learning rate independent of the number of steps
-        "checkpoint.interval": str(JOB_SAVED),
-        "checkpoint.async_mode": "async",
-        "optimizer.swap_slice_mib": "1",
-    }
-    flags = ["--debug.deterministic", "--checkpoint.enable", *(["--optimizer.swap"] if swap else [])]
-    pairs = [text for key, value in options.items() for text in (f"--{key}", value)]
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    environment = {**os.environ, **one_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-m", "torchtitan_npu.train", *pairs, *flags]
-    return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[3])
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return read_curve(folder).metrics["loss"]
-
-
-@needs_device
-@pytest.mark.slow
-def test_killed_jobs_resume_bit_identical(tmp_path: Path) -> None:
-    """Jobs with and without swap, uninterrupted, and killed and resumed; training goes on while they save."""
-    plain, swapped = start(tmp_path / "plain", False), start(tmp_path / "swapped", True)
-    resumed: dict[Path, subprocess.Popen[bytes]] = {}
-    for before, afterwards in ((False, [True]), (True, [True, False])):
-        folder = tmp_path / f"killed {before}"
-        saved = folder / "checkpoint" / f"step-{JOB_SAVED}"
-        job = start(folder, before, steps=1000)  # more than it can finish
-        while not (saved / ".metadata").exists():  # written last
-            assert job.poll() is None, "the job ended without a checkpoint"
-            time.sleep(0.01)
-        job.kill()
-        job.wait()
-        for after in afterwards:
-            again = tmp_path / f"{before} then {after}"
-            shutil.copytree(saved, again / "checkpoint" / saved.name)
-            resumed[again] = start(again, after)
-    for job in (plain, swapped, *resumed.values()):
-        assert job.wait(timeout=300) == 0
-    expected = losses(tmp_path / "plain")
-    assert sorted(expected) == list(range(1, JOB_STEPS + 1))
-    assert losses(tmp_path / "swapped") == expected
-    for folder in resumed:
-        assert losses(folder) == {step: loss for step, loss in expected.items() if step > JOB_SAVED}

@@ -33,7 +33,7 @@ def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, A
 
     After the first steps the gradients are the last ones, scaled. Return the number of optimizers.
     """
-    from torchtitan_npu.components.swap_optimizer.container import SwapContainer
+    from torchtitan_npu.components.optimizers import SwapContainer
 
     with recording(swapping_config(model, degrees, options)) as (trainer, record):
         container = trainer.optimizers

@@ -164,11 +164,11 @@ PEAK = """
 import resource, sys
 from pathlib import Path
 from torchtitan_npu.components.user_data.files import JsonLines
-from torchtitan_npu.components.user_data.order import FIRST, Source
+from torchtitan_npu.components.user_data.order import FIRST, RecordSource
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
-records = Source("", [JsonLines(Path(sys.argv[1]))], 0, 8 * 2**20).records(FIRST)
+records = RecordSource("", [JsonLines(Path(sys.argv[1]))], 0, 8 * 2**20).records(FIRST)
 count = sum(len(record) > 0 for record in (next(records)[2] for _ in range(int(sys.argv[2]))))
 print(count, peak() - before)
 """

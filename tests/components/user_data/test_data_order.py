@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchtitan_npu.components.user_data import files
 from torchtitan_npu.components.user_data.files import TextLines
-from torchtitan_npu.components.user_data.order import FIRST, Mixture, Source, permutation
+from torchtitan_npu.components.user_data.order import FIRST, Mixture, RecordSource, permutation
 from torchtitan_npu.errors import UsageError
 
 
@@ -22,17 +22,19 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 50)
 
 
-def source(folder: Path, counts: list[int], seed: int | None = 0, window: int = 200, word: str = "line") -> Source:
+def source(
+    folder: Path, counts: list[int], seed: int | None = 0, window: int = 200, word: str = "line"
+) -> RecordSource:
     """Return a source of files with so many lines."""
     found = []
     for number, count in enumerate(counts):
         path = folder / f"{word}{number}.txt"
         path.write_text("\n".join(f"{word} {number} {line}" for line in range(count)))
         found.append(TextLines(path, "text"))
-    return Source(word, found, seed, window)
+    return RecordSource(word, found, seed, window)
 
 
-def taken(source: Source, count: int, start: Any = FIRST) -> list[Any]:
+def taken(source: RecordSource, count: int, start: Any = FIRST) -> list[Any]:
     return [record for _, _, record in islice(source.records(start), count)]
 
 
@@ -90,7 +92,7 @@ def test_a_window_of_all_data_mixes_the_files(tmp_path: Path) -> None:
 
 def test_no_records_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text("\n \n\n")
-    blank = Source("blank.txt", [TextLines(tmp_path / "blank.txt", "text")], 0, 100)
+    blank = RecordSource("blank.txt", [TextLines(tmp_path / "blank.txt", "text")], 0, 100)
     with pytest.raises(UsageError, match=r"blank\.txt: contains no documents"):
         next(blank.records(FIRST))
 

@@ -22,7 +22,7 @@ from torchtitan.tools import utils
 from torchtitan_npu.cli.generate.kv_cache import CachedTokens, attach_caches
 from torchtitan_npu.components.checkpoint.folder import METADATA
 from torchtitan_npu.components.checkpoint.loading import load_weights
-from torchtitan_npu.components.checkpoint.source import Source
+from torchtitan_npu.components.checkpoint.source import CheckpointSource
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.parser import JobConfigManager, import_module
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
@@ -196,14 +196,14 @@ def for_inference(config: JobConfig, world_size: int) -> JobConfig:
     return config
 
 
-def find_weights(folder: Path) -> Source:
+def find_weights(folder: Path) -> CheckpointSource:
     """Return the checkpoint in ``folder``: a job's (DCP), or safetensors files of Hugging Face."""
     if not folder.is_dir():
         raise UsageError(f"--checkpoint {folder} is not a folder")
     if (folder / METADATA).exists():
-        return Source(folder, model_only=True)
+        return CheckpointSource(folder, model_only=True)
     if any(folder.glob("*.safetensors")):
-        return Source(folder, model_only=True, in_hugging_face_format=True)
+        return CheckpointSource(folder, model_only=True, in_hugging_face_format=True)
     inside = sorted(found.parent.name for found in folder.glob(f"*/{METADATA}"))
     advice = f"name one of its checkpoints: {', '.join(inside)}" if inside else "it is not a checkpoint"
     raise UsageError(f"--checkpoint {folder} has neither {METADATA} nor .safetensors files: {advice}")

@@ -155,10 +155,6 @@ class SavedCheckpoint:
         """Return whether a job can continue from it."""
         return self.manifest.full if self.manifest else has_full_state(self.path)
 
-    @property
-    def is_kept(self) -> bool:
-        return (self.path / KEEP).exists()
-
     def keep(self, reason: str) -> None:
         """Let nothing but the user delete it. ``reason`` is the text of its file ``KEEP``."""
         (self.path / KEEP).write_text(f"{reason}\nWithout this file, checkpoint.keep_latest_k may delete it.\n")
@@ -266,9 +262,9 @@ def stale_checkpoints(folder: Path, run: str, keep: int) -> list[SavedCheckpoint
 
     The newest one that a job can continue is not among them, nor is one that is marked as kept.
     """
-    own = [c for c in saved_checkpoints(folder) if c.manifest and c.manifest.run == run]
-    newest_full = next((c for c in reversed(own) if c.is_full), None)
-    return [c for c in own[:-keep] if c is not newest_full and not c.is_kept]
+    of_run = [c for c in saved_checkpoints(folder) if c.manifest and c.manifest.run == run]
+    newest_full = next((c for c in reversed(of_run) if c.is_full), None)
+    return [c for c in of_run[:-keep] if c is not newest_full and not (c.path / KEEP).exists()]
 
 
 def rename_for_deletion(checkpoint: SavedCheckpoint, token: str) -> Path:

@@ -46,12 +46,13 @@ def write_model_files(folder: Path, config: dict[str, Any] | None, assets: Path 
     if config is None:
         return
     config = {**config, **tokens, "dtype": str(dtype).removeprefix("torch.")}
-    for ours, theirs in ((config, released), (config.get("text_config", {}), released.get("text_config", {}))):
-        if CONTEXT in ours and isinstance(theirs.get(CONTEXT), int):
-            ours[CONTEXT] = theirs[CONTEXT]
-    _write(folder / CONFIG, config)
+    for of_job, of_release in ((config, released), (config.get("text_config", {}), released.get("text_config", {}))):
+        if CONTEXT in of_job and isinstance(of_release.get(CONTEXT), int):
+            of_job[CONTEXT] = of_release[CONTEXT]
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if not (folder / GENERATION_CONFIG).exists():
-        _write(folder / GENERATION_CONFIG, {"_from_model_config": True, **tokens})
+        generation = {"_from_model_config": True, **tokens}
+        (folder / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def read_assets(assets: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +82,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{path} has no JSON object")
     return found
-
-
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n")

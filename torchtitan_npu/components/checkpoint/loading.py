@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import (
-    ModelWrapper,
-)
+from torchtitan.components.checkpoint import ModelWrapper
 
 from torchtitan_npu.components.checkpoint.folder import (
     MANIFEST,
@@ -22,11 +20,8 @@ from torchtitan_npu.components.checkpoint.folder import (
     SavedCheckpoint,
     file_record,
 )
-from torchtitan_npu.components.checkpoint.source import Source, stored_shapes
-from torchtitan_npu.components.checkpoint.storage import (
-    CheckpointReader,
-    PlainDataPlanner,
-)
+from torchtitan_npu.components.checkpoint.source import CheckpointSource, stored_shapes
+from torchtitan_npu.components.checkpoint.storage import CheckpointReader, PlainDataPlanner
 from torchtitan_npu.config.titan_sections import STATES
 from torchtitan_npu.dist_utils import gather, new_file_group
 from torchtitan_npu.errors import UsageError, file_error
@@ -55,7 +50,7 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
     return outcome[0]
 
 
-def load_weights(model: torch.nn.Module, source: Source, adapter: Any, quantized: bool) -> None:
+def load_weights(model: torch.nn.Module, source: CheckpointSource, adapter: Any, quantized: bool) -> None:
     """Load the weights of ``model`` from ``source`` on any layout, as a job loads its initial weights.
 
     ``adapter`` is the model's state-dict adapter, ``quantized`` is ``checkpoint.initial_load_in_hf_quantized``.
@@ -67,9 +62,9 @@ def load_weights(model: torch.nn.Module, source: Source, adapter: Any, quantized
     state, path, options = weights.state_dict(), str(source.path), {"process_group": group, "no_dist": group is None}
     try:
         if source.in_hugging_face_format:
-            theirs = adapter.to_hf(state)
-            dcp.load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
-            state = adapter.from_hf(theirs)
+            exported = adapter.to_hf(state)
+            dcp.load(exported, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
+            state = adapter.from_hf(exported)
         else:
             dcp.load(state, storage_reader=CheckpointReader(path), planner=PlainDataPlanner(), **options)
     except CheckpointException as error:
@@ -97,10 +92,10 @@ def file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Fil
     return {name: record for records, _ in parts for name, record in records.items()}
 
 
-def sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> list[Source]:
+def sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> list[CheckpointSource]:
     """Return what a job can load in place of ``damaged``, the newest first. After a rollback, older steps only."""
     before = [c for c in saved[: saved.index(damaged)] if c.step < damaged.step]
-    return [Source(c.path, model_only=not c.is_full, saved=c) for c in reversed(before) if c.is_full or c.step == 0]
+    return [CheckpointSource.from_saved(c) for c in reversed(before) if c.is_full or c.step == 0]
 
 
 def damage_of(path: Path, group: dist.ProcessGroup | None) -> str | None:

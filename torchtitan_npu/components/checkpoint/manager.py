@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import sys
 import uuid
@@ -66,7 +65,7 @@ from torchtitan_npu.components.checkpoint.loading import (
     save_error,
     sources_before,
 )
-from torchtitan_npu.components.checkpoint.source import Source, find_source
+from torchtitan_npu.components.checkpoint.source import CheckpointSource, find_source
 from torchtitan_npu.components.checkpoint.storage import (
     CheckpointReader,
     CheckpointWriter,
@@ -87,7 +86,7 @@ WAIT_AFTER_ERROR_S = 5.0
 
 
 class CheckpointManager(TitanCheckpointManager):
-    """Save, load and purge checkpoints. The interface is TorchTitan's: ``save``, ``load`` and ``close``."""
+    """TorchTitan's CheckpointManager with atomic saves, checked loads, one writer per folder, and settings compared."""
 
     lock: WriterLock | None = None
     last_save_model_only: bool
@@ -102,7 +101,7 @@ class CheckpointManager(TitanCheckpointManager):
             for section in COMPARED_SECTIONS
             for key, value in asdict(getattr(job_config, section)).items()
         }
-        self.settings = json.loads(json.dumps(settings))  # as they are read from a manifest
+        self.settings = json.loads(json.dumps(settings))  # as a manifest has them
         self.run = uuid.uuid4().hex
         """A job that resumes continues the run of its checkpoint."""
         self.loaded: Path | None = None
@@ -115,21 +114,23 @@ class CheckpointManager(TitanCheckpointManager):
             self.group = new_file_group()
             if hasattr(self, "pg"):  # of asynchronous saves, with the default time-out of half an hour
                 self.pg = new_file_group()
-        if self.enable and not self.load_only:
-            self.lock = WriterLock(Path(self.folder))
-            note, self.lock.token = on_first_rank(self._take_folder, self.group)
-            if note:
-                log_on_first_rank(note, logging.WARNING)
+        if not self.enable or self.load_only:
+            return
+        folder, lock = Path(self.folder), WriterLock(Path(self.folder))
 
-    def _take_folder(self) -> tuple[str, str]:
-        assert self.lock is not None
-        if self.job_config.checkpoint.create_seed_checkpoint and saved_checkpoints(Path(self.folder)):
-            raise UsageError(
-                f"checkpoint.create_seed_checkpoint: {self.folder} has checkpoints already: set another job.dump_folder"
-            )
-        note = self.lock.acquire()
-        recover(Path(self.folder))
-        return note, self.lock.token
+        def take_folder() -> tuple[str, str]:
+            if job_config.checkpoint.create_seed_checkpoint and saved_checkpoints(folder):
+                raise UsageError(
+                    f"checkpoint.create_seed_checkpoint: {folder} has checkpoints already: set another job.dump_folder"
+                )
+            note = lock.acquire()
+            recover(folder)
+            return note, lock.token
+
+        self.lock = lock  # released by close(), also if this fails
+        note, lock.token = on_first_rank(take_folder, self.group)
+        if note:
+            log_on_first_rank(note, logging.WARNING)
 
     def close(self) -> None:
         """Wait for the last asynchronous save, and release the folder. After an error, wait a few seconds only."""
@@ -190,49 +191,58 @@ class CheckpointManager(TitanCheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """Save as TorchTitan does, in a folder beside ``checkpoint_id`` that gets this name when it is complete."""
+        assert self.lock is not None
+        checkpoint, publication = Path(checkpoint_id), Publication(self.run, self.settings, self.lock)
         try:
-            return self._save(state_dict, Path(checkpoint_id), async_mode, enable_garbage_collection, to_hf)
+            if not to_hf and async_mode != AsyncMode.DISABLED:
+                return self._save_asynchronously(state_dict, CheckpointWriter(checkpoint, publication), async_mode)
+            if to_hf:
+                self._export(state_dict, checkpoint, publication)
+            else:
+                writer = CheckpointWriter(checkpoint, publication)
+                dcp.save(state_dict, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:
             raise save_error(checkpoint_id, error) from error
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return None
 
-    def _save(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint: Path,
-        async_mode: AsyncMode,
-        enable_garbage_collection: bool,
-        to_hf: bool,
-    ) -> Any:
-        assert self.lock is not None
-        publication = Publication(self.run, self.settings, self.lock)
-        if to_hf:
-            folder = publication.folder_of(checkpoint)
-            self._export(state_dict, str(folder))
-            if enable_garbage_collection:
-                GarbageCollection.collect("GC collection invoked by checkpointer.")
-            if note := on_first_rank(lambda: self._complete_export(folder), self.group):
-                log_on_first_rank(note, logging.WARNING)
-            files = file_records(folder, self.group)
-            on_first_rank(lambda: publication.publish(checkpoint, files, full=False), self.group)
-            return None
-        writer = CheckpointWriter(checkpoint, publication)
-        if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer, process_group=self.group)
-            if enable_garbage_collection:
-                GarbageCollection.collect("GC collection invoked by checkpointer.")
-            return None
-        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            return dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self.stager,
-            )
-        stager = DefaultStager(StagingOptions(False, False, False, False))  # as if no writer were given
-        future: Any = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, async_stager=stager)
+    def _save_asynchronously(self, state_dict: dict[str, Any], writer: CheckpointWriter, mode: AsyncMode) -> Any:
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+        if mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            return dcp.async_save(state_dict, **options)
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # that of DCP if no writer is passed
+        future: Any = dcp.async_save(state_dict, async_stager=stager, **options)
         future.add_done_callback(lambda _: stager.close())
         return future
+
+    def _export(self, state_dict: dict[str, Any], checkpoint: Path, publication: Publication) -> None:
+        """Write files of Hugging Face, which ranks join by the model's index if it has one, and publish them.
+
+        TorchTitan does this in the default group, whose time-out is that of the training's collectives.
+        """
+        assert self.sd_adapter is not None
+        folder = publication.folder_of(checkpoint)
+        exported = self.sd_adapter.to_hf(state_dict)
+        index = self.sd_adapter.fqn_to_index_mapping
+        sharded = str(folder / "sharded" if index else folder)
+        writer = HuggingFaceStorageWriter(
+            path=sharded, save_distributed=True, fqn_to_index_mapping=index or None, enable_consolidation=not index
+        )
+        dcp.save(exported, storage_writer=writer, process_group=self.group)
+        if index:
+            consolidate_safetensors_files_on_every_rank(
+                input_dir=sharded,
+                output_dir=str(folder),
+                fqn_to_index_mapping=index,
+                num_threads=5,
+                process_group=self.group,
+            )
+        if note := on_first_rank(lambda: self._complete_export(folder), self.group):
+            log_on_first_rank(note, logging.WARNING)
+        files = file_records(folder, self.group)
+        on_first_rank(lambda: publication.publish(checkpoint, files, full=False), self.group)
 
     def _complete_export(self, folder: Path) -> str:
         """Add what transformers needs to the export in ``folder``. Return what is missing, or an empty string."""
@@ -252,14 +262,15 @@ class CheckpointManager(TitanCheckpointManager):
         return "; ".join(problems)
 
     def _purge_stale_checkpoints(self) -> None:
-        lock = self.lock
-        if self.keep_latest_k > 0 and lock:
-            on_first_rank(lambda: self._queue_stale_checkpoints(lock), self.group)
+        if self.keep_latest_k <= 0 or not (lock := self.lock):
+            return
 
-    def _queue_stale_checkpoints(self, lock: WriterLock) -> None:
-        lock.check_held()
-        for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
-            self.purge_queue.put(str(rename_for_deletion(checkpoint, lock.token)))
+        def rename_and_queue() -> None:
+            lock.check_held()
+            for checkpoint in stale_checkpoints(Path(self.folder), self.run, self.keep_latest_k):
+                self.purge_queue.put(str(rename_for_deletion(checkpoint, lock.token)))
+
+        on_first_rank(rename_and_queue, self.group)
 
     def keep_before(self, step: int) -> Path | None:
         """Keep the newest checkpoint that leads to ``step``, which is not finite, and return it. None if there is none.
@@ -270,21 +281,20 @@ class CheckpointManager(TitanCheckpointManager):
             return None
         if self.lock:
             self._async_wait()
-        return on_first_rank(lambda: self._keep_newest(step), self.group)
 
-    def _keep_newest(self, step: int) -> Path | None:
-        # after a rollback, the folder may have newer checkpoints that do not lead to this step
-        leading = [
-            c
-            for c in saved_checkpoints(Path(self.folder))
-            if c.step < step and (c.is_full or c.step == 0)
-            if c.path == self.loaded or (c.sequence > self.sequence_at_start and c.manifest)
-        ]
-        if not leading:
-            return None
-        if self.lock:
-            leading[-1].keep(f"The last checkpoint before step {step}, whose loss or gradient norm is not finite.")
-        return leading[-1].path
+        def keep_newest() -> Path | None:
+            # after a rollback, the folder may have newer checkpoints that do not lead to this step
+            leading = [
+                c
+                for c in saved_checkpoints(Path(self.folder))
+                if c.step < step and (c.is_full or c.step == 0)
+                if c.path == self.loaded or (c.sequence > self.sequence_at_start and c.manifest)
+            ]
+            if leading and self.lock:
+                leading[-1].keep(f"The last checkpoint before step {step}, whose loss or gradient norm is not finite.")
+            return leading[-1].path if leading else None
+
+        return on_first_rank(keep_newest, self.group)
 
     # loading
 
@@ -310,7 +320,11 @@ class CheckpointManager(TitanCheckpointManager):
             return True
         source = self._intact_source(source, saved)
         logger.info(f"Loading the checkpoint from {source.path}.")
-        configured = self._optimizer_settings()
+        # the job's options of each parameter group of each optimizer
+        configured = [
+            [{key: value for key, value in group.items() if key != "params"} for group in s.optimizer.param_groups]
+            for s in self.states[LR_SCHEDULER].schedulers
+        ]
         self.dcp_load(
             self._states_to_load(source.model_only),
             checkpoint_id=str(source.path),
@@ -333,28 +347,6 @@ class CheckpointManager(TitanCheckpointManager):
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 
-    def _export(self, state_dict: dict[str, Any], folder: str) -> None:
-        """Write files of Hugging Face, which ranks join by the model's index if it has one.
-
-        TorchTitan does this in the default group, whose time-out is that of the training's collectives.
-        """
-        assert self.sd_adapter is not None
-        exported = self.sd_adapter.to_hf(state_dict)
-        index = self.sd_adapter.fqn_to_index_mapping
-        sharded = os.path.join(folder, "sharded") if index else folder
-        writer = HuggingFaceStorageWriter(
-            path=sharded, save_distributed=True, fqn_to_index_mapping=index or None, enable_consolidation=not index
-        )
-        dcp.save(exported, storage_writer=writer, process_group=self.group)
-        if index:
-            consolidate_safetensors_files_on_every_rank(
-                input_dir=sharded,
-                output_dir=folder,
-                fqn_to_index_mapping=index,
-                num_threads=5,
-                process_group=self.group,
-            )
-
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         try:
             if from_hf:
@@ -370,7 +362,7 @@ class CheckpointManager(TitanCheckpointManager):
             raise load_error(checkpoint_id, error) from error
         self.states[MODEL].load_state_dict(state_dict)
 
-    def _intact_source(self, source: Source, saved: list[SavedCheckpoint]) -> Source:
+    def _intact_source(self, source: CheckpointSource, saved: list[SavedCheckpoint]) -> CheckpointSource:
         """Return ``source`` if its files are as they were written, or the checkpoint to fall back to."""
         problem = damage_of(source.path, self.group)
         if problem is None:
@@ -393,13 +385,6 @@ class CheckpointManager(TitanCheckpointManager):
             logging.ERROR,
         )
         return fallback
-
-    def _optimizer_settings(self) -> list[list[dict[str, Any]]]:
-        """Return the job's options of each parameter group of each optimizer."""
-        return [
-            [{key: value for key, value in group.items() if key != "params"} for group in s.optimizer.param_groups]
-            for s in self.states[LR_SCHEDULER].schedulers
-        ]
 
     def _apply_optimizer_settings(self, configured: list[list[dict[str, Any]]]) -> None:
         """Give each optimizer the job's options again. Loading has replaced them with those of the checkpoint."""

@@ -43,11 +43,9 @@ class StoredTensor(NamedTuple):
 
 def stored_shapes(folder: Path) -> Shapes:
     """Return the shape of each tensor in ``folder``, by name. Raise :class:`DamagedCheckpoint` for its first fault."""
-    return _dcp_shapes(folder) if (folder / METADATA).exists() else _safetensors_shapes(folder)
-
-
-def _dcp_shapes(folder: Path) -> Shapes:
     path = folder / METADATA
+    if not path.exists():
+        return {name: tensor.shape for name, tensor in safetensors_contents(folder).items()}
     try:
         with path.open("rb") as file:
             metadata: Any = load_metadata(file)
@@ -63,10 +61,6 @@ def _dcp_shapes(folder: Path) -> Shapes:
         return {name: tuple(tensor.size) for name, tensor in tensors if hasattr(tensor, "size")}
     except (AttributeError, TypeError) as error:  # the classes are DCP's, their contents are not
         raise DamagedCheckpoint(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _safetensors_shapes(folder: Path) -> Shapes:
-    return {name: tensor.shape for name, tensor in safetensors_contents(folder).items()}
 
 
 def safetensors_contents(folder: Path) -> dict[str, StoredTensor]:
@@ -132,27 +126,36 @@ def unused_weights(stored: Iterable[str], used: Iterable[str], tied: bool) -> li
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """What a job loads."""
 
     path: Path
     model_only: bool
     saved: SavedCheckpoint | None = None
-    """The checkpoint of the job's own folder, or None for initial weights."""
+    """The checkpoint of the job's folder, or None for initial weights."""
     in_hugging_face_format: bool = False
     is_finished: bool = False
     """True if the checkpoint has the model of the job's last step. Nothing is loaded then."""
     note: str = ""
     """A line that the user must see."""
 
+    @classmethod
+    def from_saved(cls, saved: SavedCheckpoint, note: str = "") -> CheckpointSource:
+        return cls(saved.path, model_only=not saved.is_full, saved=saved, note=note)
+
 
 def find_source(
     config: Checkpoint, saved: list[SavedCheckpoint], folder: Path, steps: int, step: int, hf_assets_path: str
-) -> Source | None:
-    """Return what a job of ``steps`` steps loads, or None if it starts from its own initial weights.
+) -> CheckpointSource | None:
+    """Return what a job loads, or None if it initializes its weights. Raise :class:`UsageError` if it cannot.
 
-    ``saved`` are the checkpoints of its ``folder``, ``step`` is the requested one or -1. Raise :class:`UsageError` if
-    it cannot be loaded.
+    Args:
+        config: the job's ``[checkpoint]`` section
+        saved: the checkpoints in ``folder``
+        folder: the job's checkpoint folder
+        steps: ``training.steps``
+        step: the requested step, or -1
+        hf_assets_path: ``model.hf_assets_path``
     """
     if step != -1:
         return _requested(saved, folder, step)
@@ -169,11 +172,11 @@ def find_source(
             f"{unordered.path}, or let checkpoint.fallback = true decide by the time of the file"
         )
     if newest.is_full or newest.step == 0:  # step 0 is a seed checkpoint
-        return Source(newest.path, model_only=not newest.is_full, saved=newest, note=initial)
+        return CheckpointSource.from_saved(newest, initial)
     full = _newest_full(saved)
     if newest.step >= steps:
         advice = f"continues from {full.name}, the last full state" if full else f"does not help: {_new_run(newest)}"
-        return Source(
+        return CheckpointSource(
             newest.path,
             model_only=True,
             saved=newest,
@@ -189,19 +192,19 @@ def find_source(
         f"{newest.path} has only the model: the job continues from {full.name}, the last full state, and trains "
         f"the steps up to {newest.step} again. checkpoint.last_save_model_only = false avoids that"
     )
-    return Source(full.path, model_only=not full.is_full, saved=full, note="; ".join(filter(None, (note, initial))))
+    return CheckpointSource.from_saved(full, "; ".join(filter(None, (note, initial))))
 
 
-def _requested(saved: list[SavedCheckpoint], folder: Path, step: int) -> Source:
+def _requested(saved: list[SavedCheckpoint], folder: Path, step: int) -> CheckpointSource:
     found = next((c for c in saved if c.step == step), None)
     if found is None:
         steps = ", ".join(str(number) for number in sorted(c.step for c in saved)) or "none"
         raise UsageError(f"checkpoint.load_step is {step}; the complete checkpoints in {folder} are: {steps}")
     if not found.is_full and step != 0:
         full = _newest_full(saved)
-        others = f"; {full.name} has the full state" if full else ""
-        raise UsageError(f"checkpoint.load_step is {step}, which has only the model{others}: {_new_run(found)}")
-    return Source(found.path, model_only=not found.is_full, saved=found)
+        hint = f"; {full.name} has the full state" if full else ""
+        raise UsageError(f"checkpoint.load_step is {step}, which has only the model{hint}: {_new_run(found)}")
+    return CheckpointSource.from_saved(found)
 
 
 def _newest_full(saved: list[SavedCheckpoint]) -> SavedCheckpoint | None:
@@ -218,7 +221,7 @@ def initial_load_key(config: Checkpoint) -> str:
     return "checkpoint.initial_load_path" if config.initial_load_path else "model.hf_assets_path"
 
 
-def _initial(config: Checkpoint, hf_assets_path: str) -> Source | None:
+def _initial(config: Checkpoint, hf_assets_path: str) -> CheckpointSource | None:
     if not config.initial_load_path and not config.initial_load_in_hf:
         return None
     key = initial_load_key(config)
@@ -239,4 +242,4 @@ def _initial(config: Checkpoint, hf_assets_path: str) -> Source | None:
         raise UsageError(f"{key}: {path} has no {METADATA}: {advice}")
     elif not config.initial_load_model_only and not has_full_state(path):
         raise UsageError(f"{key}: {path} has only the model: set checkpoint.initial_load_model_only = true")
-    return Source(path, config.initial_load_model_only, in_hugging_face_format=config.initial_load_in_hf)
+    return CheckpointSource(path, config.initial_load_model_only, in_hugging_face_format=config.initial_load_in_hf)

@@ -58,7 +58,7 @@ class Publication:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Write ``checkpoint`` beside its final place. The coordinator publishes it after every rank has written.
+    """Write a folder beside ``checkpoint``. The coordinator publishes it under this name after every rank has written.
 
     DCP runs this protocol in the foreground, in a thread or in a process, so that asynchronous saves are atomic too.
     """
@@ -71,7 +71,7 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with without_zip_checksums():
             results = super().write_data(plan, planner).wait()
-        # the records travel to the coordinator with DCP's own results
+        # the records travel to the coordinator with DCP's results
         results += [WriteResult(MetadataIndex(name), r.size, r) for name, r in self.fs.records.items()]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

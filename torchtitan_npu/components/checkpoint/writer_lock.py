@@ -77,10 +77,10 @@ class WriterLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         holder, note = Holder.this_process(), ""
         while not self._create(holder):
-            other = self._read()
+            other = _read(self.path)
             if other is None:
                 time.sleep(1.0)  # its holder may be writing it
-                other = self._read()
+                other = _read(self.path)
             if other is None and not self.path.exists():
                 continue  # released
             if other and not self._is_stale(other):
@@ -97,13 +97,13 @@ class WriterLock:
     def check_held(self) -> None:
         """Raise if another job has taken the lock, which it does if this one was stopped for a minute."""
         deadline = time.monotonic() + RETRY_S
-        while (other := self._read()) is None and time.monotonic() < deadline:
+        while (other := _read(self.path)) is None and time.monotonic() < deadline:
             time.sleep(RETRY_S / 10)
         if other is None or other.token != self.token:
             raise UsageError(f"{self.path.parent} belongs to {other or 'nobody'} now; this job must not write to it")
 
     def release(self) -> None:
-        other = self._read()
+        other = _read(self.path)
         if other and other.token == self.token:
             self.path.unlink()
         self.token = ""
@@ -134,13 +134,10 @@ class WriterLock:
         aside.unlink()
         return True
 
-    def _read(self) -> Holder | None:
-        return _read(self.path)
-
     def _keep_fresh(self, token: str) -> None:
         while self.token == token:
             time.sleep(HEARTBEAT_S)
-            other = self._read()
+            other = _read(self.path)
             if other and other.token != token:
                 return
             if other:

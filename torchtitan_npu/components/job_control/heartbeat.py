@@ -1,4 +1,4 @@
-"""Describe the first failure of a job, and write it to torchrun's error file."""
+"""What ranks tell each other, and decide from it: progress, heartbeats, and the first failure of the job."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Self
 
 from torch.distributed import DistError
 
 
+class JsonMessage:
+    """A dataclass that ranks send to each other."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
+
+
 @dataclass(frozen=True)
-class RankFailure:
+class RankFailure(JsonMessage):
     """The rank that failed first, and how."""
 
     rank: int
@@ -36,13 +48,6 @@ class RankFailure:
     def report(self) -> str:
         """The failure with its details, for several lines."""
         return "\n".join([str(self), *(f"  {line}" for line in self.details.splitlines())])
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> RankFailure:
-        return cls(**json.loads(text))
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -81,15 +86,13 @@ CHECK_S = 1.0
 """Seconds between two checks of the monitor while the main thread waits for it."""
 
 
-class Progress:
-    """Record where this rank is, and let it stop after the same step as the others.
+class StepProgress:
+    """Where this rank is. It lets all ranks stop after the same step.
 
     The main thread asks :meth:`may_start` before each step. To stop, a monitor thread on each rank calls :meth:`hold`,
     which returns the last step that its main thread has started. The largest of these over all ranks is the last step
     of the job, :meth:`run_until`. A rank that has not started that step runs it, so no rank waits for another one in a
-    collective. A step without a stop request costs one lock and no communication.
-
-    ``check_monitor`` raises if the monitor thread has ended: the main thread must not wait for it.
+    collective. ``check_monitor`` raises if the monitor thread has ended: the main thread must not wait for it.
     """
 
     def __init__(self, check_monitor: Callable[[], None] = lambda: None) -> None:
@@ -139,7 +142,7 @@ LIBRARIES = ("torch", "torch_npu", "torchtitan", "torchtitan_npu")
 
 
 @dataclass
-class Heartbeat:
+class Heartbeat(JsonMessage):
     """The state that a rank publishes."""
 
     rank: int
@@ -166,13 +169,6 @@ class Heartbeat:
 
     def failure(self, what: str, details: str = "", hangs: bool = False) -> RankFailure:
         return RankFailure(self.rank, self.host, self.pid, what, details, hangs)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Heartbeat:
-        return cls(**json.loads(text))
 
 
 class StallTimer:
@@ -216,10 +212,10 @@ def ranks_behind(beats: list[Heartbeat]) -> list[Heartbeat]:
 def stall_failure(beats: list[Heartbeat]) -> RankFailure:
     """Return the failure of the rank that the others wait for, or of the first one if none is behind."""
     behind = ranks_behind(beats)
-    chosen, *others = behind or beats
+    chosen, *also = behind or beats
     what = f"hangs: no progress for {chosen.stalled_s:.0f} s in {chosen.where}"
-    if others:
-        what += f", like rank {', '.join(str(beat.rank) for beat in others[:8])}"
+    if also:
+        what += f", like rank {', '.join(str(beat.rank) for beat in also[:8])}"
         what += "" if behind else "; none is behind the others"
     return chosen.failure(what, chosen.stack, hangs=True)
 

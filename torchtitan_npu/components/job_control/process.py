@@ -150,7 +150,7 @@ class StopSignals:
     def _reset_in_child(self) -> None:
         """Let a forked data loader worker survive a stop signal of its rank.
 
-        torchrun signals the process group of a rank. The child leaves that group and does not write to our socket.
+        torchrun signals the process group of a rank. The child leaves that group and does not write to this socket.
         """
         if self._handlers:
             signal.set_wakeup_fd(-1)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -35,9 +34,9 @@ from torchtitan.config.job_config import Comm
 from torchtitan_npu.components.job_control.heartbeat import (
     PHASES,
     Heartbeat,
-    Progress,
     RankFailure,
     StallTimer,
+    StepProgress,
     is_communication_error,
     ranks_behind,
     stall_failure,
@@ -66,10 +65,6 @@ class Limits:
     start: float
     train: float
 
-    @classmethod
-    def from_config(cls, comm: Comm) -> Limits:
-        return cls(comm.init_timeout_seconds + TRACE_S, comm.train_timeout_seconds + TRACE_S)
-
     def of_call(self, phase: str, others_wait: bool) -> float:
         """Return the limit of one call after the first step, on a rank in ``phase``."""
         return self.train if others_wait and phase != PHASES[-1] else max(self.train, LONG_CALL_S)
@@ -79,11 +74,11 @@ class RankMonitor:
     """Run the monitor thread of this rank. Create it, and call every method without underscore, in the main thread."""
 
     def __init__(self, store: Store, rank: int, world_size: int, local_ranks: Iterable[int], limits: Limits) -> None:
-        self.progress = Progress(self._check_thread)
+        self.progress = StepProgress(self._check_thread)
         self.stop_reason = ""
         """The signal and the rank that received it, if a stop is requested."""
         self._store, self._rank, self._world_size, self._limits = store, rank, world_size, limits
-        self._own = Heartbeat(rank, socket.gethostname(), os.getpid())
+        self._beat_now = Heartbeat(rank, socket.gethostname(), os.getpid())
         self._neighbour = (rank + 1) % world_size
         self._neighbour_number = -1
         self._neighbour_seen_at = time.monotonic()
@@ -171,18 +166,18 @@ class RankMonitor:
                 self._beat()
                 self._wait(0.05 if self._holding else INTERVAL_S)
             if not self._reporting.is_set():
-                self._own.done = True
+                self._beat_now.done = True
                 self._publish()
         except DistError as error:  # the store is in the launcher of node 0
             if self._reporting.is_set() or self._closing:
                 return
             text = str(error).partition("\n")[0]
-            self._end(self._own.failure(f"lost the store of torchrun on node 0, whose launcher has ended: {text}"))
+            self._end(self._beat_now.failure(f"lost the store of torchrun on node 0, whose launcher has ended: {text}"))
 
     def _beat(self) -> None:
-        self._own.number += 1
-        self._own.step, self._own.phase = self.progress.step, self.progress.phase
-        self._stall_timer.update(self._own)
+        self._beat_now.number += 1
+        self._beat_now.step, self._beat_now.phase = self.progress.step, self.progress.phase
+        self._stall_timer.update(self._beat_now)
         self._publish()
         keys = ["failure", "stop", "last_step", _beat_key(self._neighbour), *map(_beat_key, self._unwatched_ranks)]
         failure, stop, last_step, neighbour, *unwatched = self._store.multi_get(keys)
@@ -190,18 +185,24 @@ class RankMonitor:
             self._end(RankFailure.from_json(failure), found_here=False)
         if stop and not self.stop_reason:
             self.stop_reason = stop.decode()
-            self._hold()
+            self._agree_on_last_step()
         if last_step and self._holding:
             self._holding = False
             self.progress.run_until(int(last_step))
-        for beat in filter(None, unwatched):
-            self._watch(Heartbeat.from_json(beat))
+        for beat in map(Heartbeat.from_json, filter(None, unwatched)):  # of other ranks on this host
+            self._unwatched_ranks.discard(beat.rank)
+            process = self._processes[beat.rank] = RankProcess(beat.pid)
+            if process.descriptor is not None:
+                self._poller.register(process.descriptor, select.POLLIN)
         if self._world_size > 1:
             self._check_neighbour(Heartbeat.from_json(neighbour) if neighbour else None)
             self._check_stall()
 
     def _publish(self) -> None:
-        self._store.set(_beat_key(self._rank), self._own.to_json())
+        self._store.set(_beat_key(self._rank), self._beat_now.to_json())
+
+    def _wake(self) -> None:
+        os.write(self._wake_sender, b"x")
 
     def _wait(self, seconds: float) -> None:
         """Wait for the next heartbeat, a signal, or the end of a rank on this host."""
@@ -213,26 +214,22 @@ class RankMonitor:
             if process.descriptor is not None:
                 self._poller.unregister(process.descriptor)
             process.close()
-            self._process_ended(rank)
-        if self._signals and self._signals.fileno() in ready:
-            self._handle(self._signals.received())
-
-    def _wake(self) -> None:
-        os.write(self._wake_sender, b"x")
-
-    def _handle(self, signals: list[signal.Signals]) -> None:
+            beat = Heartbeat.from_json(self._store.get(_beat_key(rank)))
+            if not beat.done:
+                what = f"ended without an error message, last seen in {beat.where}: it was killed, or it exited early"
+                self._end(beat.failure(what, "torchrun reports its exit code, unless that is 0"))
         now = time.monotonic()
-        for number in signals:
+        for number in self._signals.received() if self._signals and self._signals.fileno() in ready else []:
             if self._signalled_at is None:
                 self._signalled_at = now
-                reason = f"{number.name} to rank {self._rank} ({self._own.host}, pid {self._own.pid})"
+                reason = f"{number.name} to rank {self._rank} ({self._beat_now.host}, pid {self._beat_now.pid})"
                 self._store.compare_set("stop", "", reason)
             elif now - self._signalled_at > SAME_SIGNAL_S:
                 print(f"torchtitan_npu: ended at once by a second {number.name}", file=sys.stderr, flush=True)
                 os._exit(128 + number)
 
-    def _hold(self) -> None:
-        """Take part in the agreement on the last step: the largest one that a rank has started."""
+    def _agree_on_last_step(self) -> None:
+        """Publish the last step that this rank has started. The last rank to do so publishes the largest of all."""
         self._holding = True
         self._store.set(f"started/{self._rank}", str(self.progress.hold()))
         if self._store.add("holding", 1) == self._world_size:
@@ -241,7 +238,7 @@ class RankMonitor:
 
     def _check_stall(self) -> None:
         """End the job if no rank makes progress. One that waits for another gives it the time of a collective."""
-        if self._rank != 0 or not self.progress.has_stepped or self._own.stalled_s <= self._limits.train:
+        if self._rank != 0 or not self.progress.has_stepped or self._beat_now.stalled_s <= self._limits.train:
             return
         beats = list(self._all_beats().values())
         behind = ranks_behind(beats)
@@ -266,19 +263,6 @@ class RankMonitor:
         process = self._processes.get(beat.rank)
         return beat.failure(what, STOPPED_STATES.get(process.state(), "") if process else "", hangs=True)
 
-    def _watch(self, beat: Heartbeat) -> None:
-        """Watch the process of another rank on this host."""
-        self._unwatched_ranks.discard(beat.rank)
-        process = self._processes[beat.rank] = RankProcess(beat.pid)
-        if process.descriptor is not None:
-            self._poller.register(process.descriptor, select.POLLIN)
-
-    def _process_ended(self, rank: int) -> None:
-        beat = Heartbeat.from_json(self._store.get(_beat_key(rank)))
-        if not beat.done:
-            what = f"ended without an error message, last seen in {beat.where}: it was killed, or it exited early"
-            self._end(beat.failure(what, "torchrun reports its exit code, unless that is 0"))
-
     def _all_beats(self) -> dict[int, Heartbeat]:
         """Return the heartbeats of all ranks that have started and not ended."""
         texts = self._store.multi_get([_beat_key(rank) for rank in range(self._world_size)])
@@ -294,11 +278,11 @@ class RankMonitor:
 
     def _cause(self, error: BaseException) -> RankFailure:
         """Return the failure of this rank by ``error``, or of the rank that made its collective fail."""
-        self._own.step, self._own.phase = self.progress.step, self.progress.phase
+        self._beat_now.step, self._beat_now.phase = self.progress.step, self.progress.phase
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        own = self._own.failure(f"failed in {self._own.where}: {text}")
+        of_this_rank = self._beat_now.failure(f"failed in {self._beat_now.where}: {text}")
         if self._world_size == 1 or not is_communication_error(error):
-            return own
+            return of_this_rank
         try:
             before = self._all_beats()
             deadline = time.monotonic() + SETTLE_S
@@ -308,20 +292,24 @@ class RankMonitor:
                 time.sleep(0.1)
             now = self._all_beats()
         except DistError:
-            return own
-        others = [beat for rank, beat in now.items() if rank != self._rank]
-        for beat in others:
+            return of_this_rank
+        of_others = [beat for rank, beat in now.items() if rank != self._rank]
+        for beat in of_others:
             if beat.rank in before and beat.number == before[beat.rank].number:
                 return self._unresponsive(beat, SETTLE_S)
-        stalled = [beat for beat in others if beat.stalled_s > SETTLE_S]
-        return stall_failure(stalled) if stalled else own
+        stalled = [beat for beat in of_others if beat.stalled_s > SETTLE_S]
+        return stall_failure(stalled) if stalled else of_this_rank
 
     def _end(self, failure: RankFailure, found_here: bool = True) -> None:
         """Record ``failure``, if it is the first, and end this process, unless the main thread is about to."""
         first = self._record(failure)
         self._kill_if_hanging(first)
         if first != failure or not found_here:
-            self._await_end()
+            # give the rank that recorded the failure time to print it, until torchrun signals this one
+            poller = select.poll()
+            if self._signals:
+                poller.register(self._signals.fileno(), select.POLLIN)
+            poller.poll(SETTLE_S * 1000)
         if self._reporting.is_set():
             self._closing = True
             return
@@ -340,13 +328,6 @@ class RankMonitor:
             except DistError:  # the launcher of node 0 has ended
                 is_first = True
             process.kill(shows_stack=is_first)
-
-    def _await_end(self) -> None:
-        """Give the rank that recorded the failure time to print it, until torchrun signals this one."""
-        poller = select.poll()
-        if self._signals:
-            poller.register(self._signals.fileno(), select.POLLIN)
-        poller.poll(SETTLE_S * 1000)
 
 
 def _beat_key(rank: int) -> str:
@@ -374,7 +355,8 @@ def _logging_stopped() -> Iterator[None]:
 
 def start_monitor(comm: Comm) -> RankMonitor | None:
     """Return the monitor of this rank, or ``None`` if there is no store of torchrun that outlives the ranks."""
-    limits, variables = Limits.from_config(comm), os.environ
+    limits = Limits(comm.init_timeout_seconds + TRACE_S, comm.train_timeout_seconds + TRACE_S)
+    variables = os.environ
     if comm.mode != "default":  # a job without communication
         return None
     world_size = int(variables.get("WORLD_SIZE", "1"))

@@ -16,12 +16,12 @@ from torchtitan_npu.pytree import tree_leaves
 from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = range(4)
-"""Order of the phases to look at. The gradients of weights come last: FSDP reduces them after the backward pass."""
+"""Phases in order. The gradients of weights come last: FSDP reduces them after the backward pass."""
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonfiniteTensor:
     """A tensor that is not finite. The smallest one is the first: of one rank, and of all ranks."""
 
     phase: int
@@ -43,7 +43,7 @@ class ModuleWatch:
     """Check the outputs and gradients of all modules while a step runs. Each check waits for the device."""
 
     def __init__(self, rank: int) -> None:
-        self.first: Finding | None = None
+        self.first: NonfiniteTensor | None = None
         self._rank = rank
         self._order = 0
         self._forward_passes: Counter[int] = Counter()
@@ -57,7 +57,11 @@ class ModuleWatch:
         """
         handles = []
         for stage, part in model_parts.items():
-            handles.append(part.register_forward_pre_hook(partial(self._start_forward_pass, stage), prepend=True))
+
+            def start_forward_pass(module: nn.Module, args: Any, stage: int = stage) -> None:
+                self._forward_passes[stage] += not in_backward_pass()
+
+            handles.append(part.register_forward_pre_hook(start_forward_pass, prepend=True))
             for name, module in part.named_modules():
                 before, after = partial(self._check_inputs, stage, name), partial(self._check_outputs, stage, name)
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -70,21 +74,17 @@ class ModuleWatch:
 
     def check_loss(self, loss: Tensor, microbatch: int) -> None:
         if not is_finite(loss):
-            self._add(Finding(LOSS, microbatch, 0, 0, self._rank, "the loss"))
+            self._add(NonfiniteTensor(LOSS, microbatch, 0, 0, self._rank, "the loss"))
 
     def check_gradients_of_weights(self, model_parts: dict[int, nn.Module]) -> None:
         for stage, part in model_parts.items():
             for number, (name, parameter) in enumerate(part.named_parameters()):
                 if parameter.grad is not None and not is_finite(parameter.grad):
                     what = f"the gradient of the weight {plain_name(name)}"
-                    self._add(Finding(WEIGHTS, 0, -stage, -number, self._rank, what))
-
-    def _start_forward_pass(self, stage: int, module: nn.Module, args: Any) -> None:
-        if not in_backward_pass():
-            self._forward_passes[stage] += 1
+                    self._add(NonfiniteTensor(WEIGHTS, 0, -stage, -number, self._rank, what))
 
     def _check_inputs(self, stage: int, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # a schedule that computes gradients of inputs and weights separately allows no hook on a stage's own input
+        # a schedule that computes gradients of inputs and weights separately allows no hook on the input of a stage
         self._watch_gradients((x for x in _floats((args, kwargs)) if not x.is_leaf), stage, name, "input")
 
     def _check_outputs(self, stage: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -94,7 +94,7 @@ class ModuleWatch:
         tensors = _floats(output)
         if not all(map(is_finite, tensors)):
             what = f"the output of {plain_name(name)}"
-            self._add(Finding(FORWARD, self._forward_passes[stage], stage, self._order, self._rank, what))
+            self._add(NonfiniteTensor(FORWARD, self._forward_passes[stage], stage, self._order, self._rank, what))
         self._watch_gradients(tensors, stage, name, "output")
 
     def _watch_gradients(self, tensors: Iterable[Tensor], stage: int, name: str, side: str) -> None:
@@ -110,7 +110,7 @@ class ModuleWatch:
         if is_finite(gradient):
             return
         what = f"the gradient of the {side} of {plain_name(name)}"
-        finding = Finding(BACKWARD, microbatch, -stage, self._order, self._rank, what)
+        finding = NonfiniteTensor(BACKWARD, microbatch, -stage, self._order, self._rank, what)
         address = local(gradient).data_ptr()
         if self.first and self._last_gradient == (self._order - 1, address):
             # One tensor can be the output of a module and the input of others: the innermost of those made its gradient
@@ -119,7 +119,7 @@ class ModuleWatch:
         elif self.first is None or finding < self.first:
             self.first, self._last_gradient = finding, (self._order, address)
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: NonfiniteTensor) -> None:
         self.first = min(self.first or finding, finding)
 
 

@@ -11,9 +11,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import MoE, TokenChoiceTopKRouter
 
 from torchtitan_npu.components.replay.record_files import EXPERTS, KEYS
-from torchtitan_npu.components.replay.recorder import Recorder
 from torchtitan_npu.components.replay.replayer import Replayer
-from torchtitan_npu.components.replay.session import Session, job_header, layers_of
+from torchtitan_npu.components.replay.session import Recorder, ReplaySession, job_header, layers_of
 from torchtitan_npu.config.job_config import JobConfig, replay_options
 from torchtitan_npu.converters.base import replace_modules, swap_forward
 from torchtitan_npu.converters.gating import EPSILON, NpuRouter
@@ -29,28 +28,20 @@ def install_routing_decisions(model: nn.Module, seq_len: int) -> None:
     """
     routers: dict[nn.Module, nn.Module] = {}
     for fqn, module in model.named_modules():
-        if isinstance(module, TokenChoiceTopKRouter):
-            routers[module] = _replay_router(fqn, module)
-        elif getattr(module, "selects_keys", False):  # attention with an indexer
-            module.use_routing_decisions(RoutingDecisions(KEYS, _layer(fqn), module.inner_attention.topk, seq_len))
+        is_router = isinstance(module, TokenChoiceTopKRouter)
+        if not is_router and not getattr(module, "selects_keys", False):  # attention with an indexer
+            continue
+        layer = next(int(part) for part in fqn.split(".") if part.isdecimal())  # layers.3.moe.router
+        if not is_router:
+            module.use_routing_decisions(RoutingDecisions(KEYS, layer, module.inner_attention.topk, seq_len))  # type: ignore[operator, union-attr]
+            continue
+        replaying = REPLAYING.get(type(module).forward)
+        if replaying is None:
+            raise UsageError(f"[replay] does not support {fqn}: {type(module).__name__} has its own forward")
+        router: Any = swap_forward(module, replaying)
+        router.decisions = RoutingDecisions(EXPERTS, layer, router.top_k, router.num_experts)
+        routers[module] = router
     replace_modules(model, routers)
-
-
-def _replay_router(fqn: str, router: TokenChoiceTopKRouter) -> nn.Module:
-    forward = type(router).forward
-    if forward is NpuRouter.forward:
-        new: Any = swap_forward(router, ReplayNpuRouter)
-    elif forward is TokenChoiceTopKRouter.forward:
-        new = swap_forward(router, ReplayRouter)
-    else:
-        raise UsageError(f"[replay] does not support {fqn}: {type(router).__name__} has its own forward")
-    new.decisions = RoutingDecisions(EXPERTS, _layer(fqn), router.top_k, router.num_experts)
-    return new
-
-
-def _layer(fqn: str) -> int:
-    """Return the number of the layer in a name like ``layers.3.moe.router``."""
-    return next(int(part) for part in fqn.split(".") if part.isdecimal())
 
 
 def header_of_model(job_config: JobConfig, model: Any) -> Any:
@@ -61,7 +52,7 @@ def header_of_model(job_config: JobConfig, model: Any) -> Any:
 
 def start_session(
     job_config: JobConfig, dims: ParallelDims, model_parts: Sequence[nn.Module], model_args: Any, batches_per_step: int
-) -> Session | None:
+) -> ReplaySession | None:
     """Return the session of a job that records or replays, or ``None``. Its model has been parallelized."""
     options = replay_options(job_config)
     if not options.is_used:
@@ -86,29 +77,36 @@ class ReplayRouter(TokenChoiceTopKRouter):
             order = scores if expert_bias is None else scores + expert_bias
             if self.num_expert_groups is not None:
                 order = limit_to_groups(self, order)
-            own = torch.topk(order, k=self.top_k, dim=-1, sorted=False).indices
-        experts = self.decisions(own)
+            experts = torch.topk(order, k=self.top_k, dim=-1, sorted=False).indices
+        experts = self.decisions(experts)
         return weights(self, scores, experts), experts, count(self, experts)
 
 
 class ReplayNpuRouter(NpuRouter):
     """:class:`NpuRouter`, except that its selection passes through ``decisions``.
 
-    The operator weighs the experts that it selects itself. Its weights are used for the tokens whose experts are those
-    of the record, in any order. Other tokens get theirs from TorchTitan's formula.
+    The operator weighs the experts that it selects. Its weights are used for the tokens whose experts are those of the
+    record, in any order. The weights of other tokens come from TorchTitan's formula.
     """
 
     decisions: RoutingDecisions
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.gate(x).float()
-        fused, own = self.select(logits, expert_bias)
-        experts = self.decisions(own)
-        is_same = experts.unsqueeze(2) == own.unsqueeze(1)  # (tokens, top_k, own top_k)
+        fused, selected = self.select(logits, expert_bias)
+        experts = self.decisions(selected)
+        is_same = experts.unsqueeze(2) == selected.unsqueeze(1)  # (tokens, top_k, selected top_k)
         in_order = torch.where(is_same, fused.unsqueeze(1), 0).sum(dim=2)
         agrees = is_same.any(dim=2).all(dim=1, keepdim=True)
         scores = torch.where(agrees, in_order, weights(self, all_scores(self, logits), experts))
         return scores, experts, count(self, experts)
+
+
+REPLAYING: dict[Any, type[nn.Module]] = {
+    TokenChoiceTopKRouter.forward: ReplayRouter,
+    NpuRouter.forward: ReplayNpuRouter,
+}
+"""The replaying router for each forward method."""
 
 
 def all_scores(router: TokenChoiceTopKRouter, logits: Tensor) -> Tensor:

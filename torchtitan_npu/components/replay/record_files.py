@@ -41,13 +41,7 @@ def sequence_hash(tokens: np.ndarray) -> str:
 
 
 def header_of(model: Mapping[str, Any], seq_len: int, layers: Mapping[str, Mapping[int, tuple[int, int]]]) -> Any:
-    """Return the header of a job.
-
-    Args:
-        model: name and sizes of the model
-        seq_len: tokens of a sequence
-        layers: for each kind of choice, (number of decisions, out of how many) by layer
-    """
+    """Return the header of a job. ``layers`` has (number of decisions, out of how many) by kind and layer."""
     decisions = {}
     for kind, sizes in layers.items():
         if not sizes:
@@ -81,6 +75,7 @@ def naming_the_option() -> Iterator[None]:
 
 
 def write_header(folder: Path, header: Any) -> None:
+    """Create the folder of a record."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / HEADER, header)
 
@@ -100,11 +95,11 @@ def read_header(folder: Path) -> Any:
 
 def header_difference(recorded: Any, job: Any) -> str | None:
     """Return the first difference between two headers in words, or ``None``."""
-    theirs, ours = _flat(recorded), _flat(job)
-    for key in [*ours, *theirs]:
-        if theirs.get(key) != ours.get(key):
+    before, now = _flat(recorded), _flat(job)
+    for key in [*now, *before]:
+        if before.get(key) != now.get(key):
             name = JOB_KEYS.get(key, key)
-            return f"{name} is {theirs.get(key, 'absent')} in the record and {ours.get(key, 'absent')} in the job"
+            return f"{name} is {before.get(key, 'absent')} in the record and {now.get(key, 'absent')} in the job"
     return None
 
 
@@ -138,10 +133,7 @@ class KindOfRank:
 
 
 class StepWriter:
-    """Write the decisions of one rank in one step. Only one layer's decisions are in memory at a time.
-
-    ``ranks`` is the number of ranks that write the step.
-    """
+    """Write the decisions of one of ``ranks`` in one step. Only one layer's decisions are in memory at a time."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, rows: int, kinds: Mapping[str, KindOfRank]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,10 +163,11 @@ class StepWriter:
                 raise RuntimeError(f"layer {layer} has not chosen its {kind} for every sequence of the step")
         for array in self.arrays.values():
             array.flush()
-        kinds = {
-            kind: {"layers": list(part.layers), "positions": _spans(part.positions)}
-            for kind, part in self.kinds.items()
-        }
+        kinds = {}
+        for kind, part in self.kinds.items():
+            cuts = np.flatnonzero(np.diff(part.positions) != 1) + 1
+            runs = [[int(run[0]), int(run[-1]) + 1] for run in np.split(part.positions, cuts)]  # contiguous
+            kinds[kind] = {"layers": list(part.layers), "positions": runs}
         _write_json(self.index, {"ranks": self.ranks, "sequences": self.sequences, **kinds})
 
 
@@ -183,8 +176,8 @@ class StepReader:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
-        own = folder / f"rank-{rank}.json"
-        self._paths = sorted(folder.glob("rank-*.json"), key=lambda path: (path != own, path.name))
+        local = folder / f"rank-{rank}.json"
+        self._paths = sorted(folder.glob("rank-*.json"), key=lambda path: (path != local, path.name))
         self._shards: list[_Shard] = []
         if not self._paths:
             raise UsageError(f"{folder} is incomplete: no rank has written its index")
@@ -195,10 +188,7 @@ class StepReader:
     def read(
         self, kind: str, layer: int, sequences: Sequence[tuple[str, int]], positions: np.ndarray, width: int
     ) -> np.ndarray:
-        """Return the decisions (sequences, positions, width) of a layer.
-
-        A sequence is its hash, and how often this rank has met it before in this step.
-        """
+        """Return the decisions (sequences, positions, width) of a layer; a sequence is (hash, occurrence index)."""
         values = np.empty((len(sequences), len(positions), width), dtype=np.int32)
         missing = np.ones(values.shape[:2], dtype=bool)
         for shard in self._all_shards():
@@ -206,24 +196,28 @@ class StepReader:
             if not missing.any():
                 return values
         row, token = np.argwhere(missing)[0]
-        raise UsageError(self._reason(kind, layer, sequences[row][0], int(positions[token])))
+        sequence = sequences[row][0]
+        if not any(sequence in shard.rows for shard in self._shards):
+            raise UsageError(
+                f"{self.folder} has no sequence with the tokens (hash {sequence}) of this job: its data differ"
+            )
+        position = int(positions[token])
+        raise UsageError(f"{self.folder} has no {kind} of layer {layer} for position {position} of sequence {sequence}")
 
     def file_of(self, kind: str, layer: int, sequence: str, position: int) -> Path:
         """Return the first file with these decisions, which :meth:`read` has returned."""
-        return next(
-            shard.array_path(kind) for shard in self._all_shards() if shard.has(kind, layer, sequence, position)
-        )
+        for shard in self._all_shards():
+            part = shard.index.get(kind, {"layers": (), "positions": ()})
+            covered = any(first <= position < end for first, end in part["positions"])
+            if covered and layer in part["layers"] and sequence in shard.rows:
+                return shard.array_path(kind)
+        raise LookupError(sequence)
 
     def _all_shards(self) -> Iterator[_Shard]:
         yield from self._shards
         for path in self._paths[len(self._shards) :]:
             self._shards.append(_Shard(path))
             yield self._shards[-1]
-
-    def _reason(self, kind: str, layer: int, sequence: str, position: int) -> str:
-        if not any(sequence in shard.rows for shard in self._shards):
-            return f"{self.folder} has no sequence with the tokens (hash {sequence}) of this job: its data differ"
-        return f"{self.folder} has no {kind} of layer {layer} for position {position} of sequence {sequence}"
 
 
 class _Shard:
@@ -246,15 +240,6 @@ class _Shard:
 
     def array_path(self, kind: str) -> Path:
         return self.path.with_suffix(f".{kind}.npy")
-
-    def has(self, kind: str, layer: int, sequence: str, position: int) -> bool:
-        part = self.index.get(kind)
-        return (
-            part is not None
-            and layer in part["layers"]
-            and sequence in self.rows
-            and any(first <= position < end for first, end in part["positions"])
-        )
 
     def _array(self, kind: str) -> np.ndarray:
         path = self.array_path(kind)
@@ -282,9 +267,9 @@ class _Shard:
         part = self.index.get(kind)
         if part is None or layer not in part["layers"]:
             return
-        own = np.concatenate([np.arange(first, last) for first, last in part["positions"]])
-        token_at = np.full(max(own.max(), positions.max()) + 1, -1)
-        token_at[own] = np.arange(len(own))
+        recorded = np.concatenate([np.arange(first, last) for first, last in part["positions"]])
+        token_at = np.full(max(recorded.max(), positions.max()) + 1, -1)
+        token_at[recorded] = np.arange(len(recorded))
         tokens = token_at[positions]
         array = self.arrays[kind]
         if array.shape[3] != values.shape[2]:
@@ -298,12 +283,6 @@ class _Shard:
                 chosen = array[part["layers"].index(layer), rows[min(times, len(rows) - 1)]]
                 values[row, found] = chosen[tokens[found]]
                 missing[row, found] = False
-
-
-def _spans(positions: np.ndarray) -> list[list[int]]:
-    """Return the contiguous runs of ``positions`` as [first, one past the last]."""
-    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [[int(run[0]), int(run[-1]) + 1] for run in np.split(positions, cuts)]
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -23,7 +23,7 @@ from torchtitan_npu.components.replay.record_files import (
     step_folder,
     width,
 )
-from torchtitan_npu.components.replay.session import Session, by_sequence, shifted_keys
+from torchtitan_npu.components.replay.session import ReplaySession, by_sequence, shifted_keys
 from torchtitan_npu.errors import UsageError, shown
 from torchtitan_npu.layers.routing_decisions import RoutingDecisions
 from torchtitan_npu.log import log_on_first_rank
@@ -33,7 +33,7 @@ SORTED_AT_ONCE = 2**23
 """RoutingDecisions that are compared at once: their sorting takes about 32 bytes for each."""
 
 
-class Replayer(Session):
+class Replayer(ReplaySession):
     """Replace the decisions of every training step by recorded ones, and count how many the layers would flip."""
 
     reader: StepReader
@@ -53,10 +53,9 @@ class Replayer(Session):
         log_on_first_rank(f"replay: the decisions of each step are those of {self.folder}")
 
     def reset_counts(self) -> None:
-        kinds = self.header["choices"].items()
-        shapes = {kind: (2, len(header["layers"])) for kind, header in kinds}
         self.counted = {
-            kind: torch.zeros(shape, dtype=torch.int64, device=device_type) for kind, shape in shapes.items()
+            kind: torch.zeros(2, len(header["layers"]), dtype=torch.int64, device=device_type)
+            for kind, header in self.header["choices"].items()
         }
 
     def start_step(self, step: int) -> None:
@@ -66,7 +65,7 @@ class Replayer(Session):
             self.reader = StepReader(step_folder(self.folder, step), self.rank)
 
     @property
-    def replays_now(self) -> bool:
+    def replays_now(self) -> bool:  # type: ignore[override]
         return self.runs_now
 
     def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
@@ -91,8 +90,8 @@ class Replayer(Session):
     def _read(self, decisions: RoutingDecisions, rows: int, device: torch.device) -> Tensor:
         """Return the recorded decisions of the current microbatch, int32 (rows, tokens, top_k); keys are positions."""
         part = self.rows(rows)
-        wanted = (decisions.kind, decisions.layer, self.first_row + part.start)
-        if self._last is None or self._last[0] != wanted:  # attention asks twice
+        key = (decisions.kind, decisions.layer, self.first_row + part.start)
+        if self._last is None or self._last[0] != key:  # attention asks twice
             positions = self.positions_of(decisions)
             header = self.header["choices"][decisions.kind]
             sequences = self.sequences[part]
@@ -101,7 +100,7 @@ class Replayer(Session):
                 if not in_backward_pass():
                     self._check(decisions, values, part, positions)
             padded = F.pad(torch.from_numpy(values), (0, decisions.top_k - values.shape[2]), value=NONE)
-            self._last = wanted, padded.to(device)
+            self._last = key, padded.to(device)
         return self._last[1]
 
     def _check(self, decisions: RoutingDecisions, values: np.ndarray, part: slice, positions: np.ndarray) -> None:
@@ -110,7 +109,12 @@ class Replayer(Session):
         ``values`` (sequences, tokens, width) are those of ``part`` of the batch, at ``positions`` of each sequence.
         """
         if decisions.kind == EXPERTS:
-            problem = problem_of_experts(values, decisions.out_of)
+            wrong = (values < 0) | (values >= decisions.out_of)
+            problems = {
+                f"are not all from 0 to {decisions.out_of - 1}": wrong.any(axis=-1),
+                "have an expert twice": has_duplicates(values),
+            }
+            problem = first_problem(problems)
         else:
             problem = problem_of_keys(values, positions, self.first_keys[part][:, positions])
         if problem is None:
@@ -126,8 +130,8 @@ class Replayer(Session):
     def _count(self, decisions: RoutingDecisions, own: Tensor, recorded: Tensor) -> None:
         at = self.header["choices"][decisions.kind]["layers"].index(decisions.layer)
         parts = (values.flatten(0, 1).split(max(1, SORTED_AT_ONCE // values.shape[-1])) for values in (own, recorded))
-        for ours, theirs in zip(*parts, strict=True):
-            self.counted[decisions.kind][:, at] += torch.stack([count_absent(theirs, ours), (theirs >= 0).sum()])
+        for made, used in zip(*parts, strict=True):
+            self.counted[decisions.kind][:, at] += torch.stack([count_absent(used, made), (used >= 0).sum()])
 
     def metrics(self) -> dict[str, int]:
         """Return the number of flipped decisions since the last call, of all layers and of each. Collective."""
@@ -146,16 +150,6 @@ class Replayer(Session):
 
 Problem = tuple[str, tuple[int, int]] | None
 """What is wrong, and in which sequence and token first."""
-
-
-def problem_of_experts(experts: np.ndarray, number: int) -> Problem:
-    """Return why ``experts`` (sequences, tokens, top_k) are not possible decisions out of ``number``, or ``None``."""
-    return first_problem(
-        {
-            f"are not all from 0 to {number - 1}": ((experts < 0) | (experts >= number)).any(axis=-1),
-            "have an expert twice": has_duplicates(experts),
-        }
-    )
 
 
 def problem_of_keys(keys: np.ndarray, positions: np.ndarray, first_keys: np.ndarray) -> Problem:

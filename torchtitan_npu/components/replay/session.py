@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +15,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_npu.components.replay.record_files import KINDS, header_of, sequence_hash
+from torchtitan_npu.components.replay.record_files import (
+    HEADER,
+    KINDS,
+    KindOfRank,
+    StepWriter,
+    dtype,
+    header_difference,
+    header_of,
+    read_header,
+    recorded_steps,
+    sequence_hash,
+    step_folder,
+    width,
+    write_header,
+)
 from torchtitan_npu.config.job_config import JobConfig, dsa_options
-from torchtitan_npu.dist_utils import gather
+from torchtitan_npu.dist_utils import gather, new_file_group
+from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import positions_in_documents
 from torchtitan_npu.layers.routing_decisions import RoutingDecisions, routing_decisions_of
+from torchtitan_npu.log import log_on_first_rank
+from torchtitan_npu.torch_internals.autograd import in_backward_pass
 
 
-class Session:
+class ReplaySession:
     """The base of :class:`Recorder` and :class:`Replayer`: the sequences and tokens of the batch that runs.
 
     The decisions of a layer belong to the current microbatch, in the forward pass and in its recomputation. A pipeline
@@ -49,7 +67,7 @@ class Session:
         self.header: Any = None
         self.step = 0
         self.sequences: list[tuple[str, int]] = []
-        """Of the current batch: the hash of each sequence, and how often it occurred before in this step."""
+        """(hash, occurrence index) of each sequence in the current batch."""
         self.first_row = 0
         """The index in the step of the first of them."""
         self.in_batch = False
@@ -119,10 +137,8 @@ class Session:
         """True in the forward or backward pass of a training step."""
         return self.microbatch is not None
 
-    @property
-    def replays_now(self) -> bool:
-        """True if the decisions of the current batch are those of a record."""
-        return False
+    replays_now = False
+    """True if the decisions of the current batch are those of a record."""
 
     def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
         """Return the decisions to use in place of ``own``: see :meth:`RoutingDecisions.forward`."""
@@ -176,3 +192,76 @@ def by_sequence(values: Tensor, tokens: int) -> Tensor:
 def shifted_keys(keys: Tensor, by: Tensor) -> Tensor:
     """Add ``by`` (sequences, tokens) to the indices of keys (sequences, tokens, top_k), except to those for no key."""
     return torch.where(keys < 0, keys, keys + by.unsqueeze(-1).to(keys.dtype))
+
+
+class Recorder(ReplaySession):
+    """Write the decisions of every training step. They are not kept in memory."""
+
+    writer: StepWriter | None = None
+    is_recording = False
+    ranks: int
+    """Number of ranks that write."""
+
+    def start(self) -> None:
+        group = new_file_group() if dist.is_initialized() else None
+        problem, *_ = gather(self._prepare_folder() if self.rank == 0 else "", group)
+        if problem:
+            raise UsageError(f"replay.record {self.folder}: {problem}")
+        self.ranks = sum(gather(any(map(self.owns, self.decisions)), group))
+        log_on_first_rank(f"replay: the decisions of each step are recorded in {self.folder}")
+
+    def _prepare_folder(self) -> str:
+        """Write the header, and delete later steps of a job that this one continues. Return a problem, if any."""
+        try:
+            if (self.folder / HEADER).exists():
+                if self.step == 1:
+                    return "the folder has a record already; choose another one"
+                if difference := header_difference(read_header(self.folder), self.header):
+                    return f"the record cannot be continued: {difference}"
+                for step in recorded_steps(self.folder):
+                    if step >= self.step:
+                        shutil.rmtree(step_folder(self.folder, step))
+            write_header(self.folder, self.header)
+        except (OSError, UsageError) as error:
+            return str(error)
+        return ""
+
+    def start_step(self, step: int) -> None:
+        self.is_recording = step != self.step  # a step that runs again has been recorded
+        super().start_step(step)
+
+    def start_batch(self, tokens: Tensor, positions: Tensor | None, document_ends: Tensor | None) -> None:
+        super().start_batch(tokens, positions, document_ends)
+        if not self.is_recording:
+            return
+        if self.writer is None:
+            kinds = {}
+            for kind in KINDS:
+                if found := [each for each in self.decisions if each.kind == kind and self.owns(each)]:
+                    layers, header = [decisions.layer for decisions in found], self.header["choices"][kind]
+                    of_rank = self.positions_of(found[0])
+                    kinds[kind] = KindOfRank(layers, of_rank, width(header), dtype(kind, header["out_of"]))
+            if not kinds:  # a tensor-parallel rank whose decisions another one records, or a stage without decisions
+                return
+            rows = len(tokens) * self.batches_per_step
+            self.writer = StepWriter(step_folder(self.folder, self.step), self.rank, self.ranks, rows, kinds)
+        self.writer.sequences += [name for name, _ in self.sequences]
+
+    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
+        if self.writer is not None and self.owns(decisions) and not in_backward_pass():
+            positions = self.positions_of(decisions)
+            values = by_sequence(own, len(positions))
+            if query_positions is not None:
+                offset = torch.as_tensor(positions, device=query_positions.device) - query_positions
+                values = shifted_keys(values, offset)
+            part = self.writer.kinds[decisions.kind]
+            first = self.first_row + self.rows(len(values)).start
+            narrow = values[..., : part.width].cpu().numpy().astype(part.dtype)
+            self.writer.write(decisions.kind, decisions.layer, first, narrow)
+        return own.clone()
+
+    def end_step(self) -> None:
+        self.is_recording = False
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None

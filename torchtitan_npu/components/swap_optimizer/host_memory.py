@@ -18,6 +18,7 @@ from torchtitan_npu.errors import UsageError
 GIB = 1 << 30
 SMALLEST_BLOCK = 64 << 20
 ALIGNMENT = 512
+NOTHING_FITS = "no optimizer.swap_fraction would fit"
 
 
 def pack(sizes: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -60,20 +61,17 @@ def allocate(sizes: list[int], device: torch.device, fraction: float) -> list[to
             try:
                 memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu"))
             except RuntimeError as error:
-                raise UsageError(_allocation_error(sum(blocks), sum(map(len, memory)), fraction, error)) from error
+                allocated, needed = sum(map(len, memory)), sum(blocks)
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
+                fits = math.floor(100 * fraction * allocated / needed) / 100
+                advice = f"optimizer.swap_fraction can be {fits} at most" if fits else NOTHING_FITS
+                raise UsageError(
+                    f"optimizer.swap: allocating pinned host memory failed after {allocated / GIB:.2f} of the "
+                    f"{needed / GIB:.2f} GiB that this rank needs (available {available() / GIB:.2f} GiB, "
+                    f"RLIMIT_MEMLOCK {locked}); {advice}. Error: {str(error).splitlines()[0]}"
+                ) from error
     return [memory[block][offset : offset + size] for size, (block, offset) in zip(sizes, slots, strict=True)]
-
-
-def _allocation_error(needed: int, given: int, fraction: float, error: RuntimeError) -> str:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.2f} GiB"
-    fitting = math.floor(100 * fraction * given / needed) / 100
-    advice = f"optimizer.swap_fraction can be {fitting} at most" if fitting else "no optimizer.swap_fraction would fit"
-    return (
-        f"optimizer.swap: allocating pinned host memory failed after {given / GIB:.2f} of the {needed / GIB:.2f} GiB "
-        f"that this rank needs (available {available() / GIB:.2f} GiB, RLIMIT_MEMLOCK {locked}); {advice}. "
-        f"Error: {str(error).splitlines()[0]}"
-    )
 
 
 def check(needed: Callable[[float], int], fraction: float, ranks: int, free: int) -> None:
@@ -85,7 +83,7 @@ def check(needed: Callable[[float], int], fraction: float, ranks: int, free: int
         return
     smaller = (percent / 100 for percent in range(int(100 * fraction), 0, -1))
     fitting = next((f for f in smaller if 0 < needed(f) * ranks <= free), None)
-    advice = f"optimizer.swap_fraction = {fitting} would fit" if fitting else "no optimizer.swap_fraction would fit"
+    advice = f"optimizer.swap_fraction = {fitting} would fit" if fitting else NOTHING_FITS
     raise UsageError(
         f"optimizer.swap needs {needed(fraction) * ranks / GIB:.2f} GiB of host memory for the {ranks} "
         f"rank{'s' if ranks > 1 else ''} of this node, and {free / GIB:.2f} GiB are available; {advice}"

@@ -98,9 +98,7 @@ def plan(param_groups: list[dict[str, Any]], slice_bytes: int, fraction: float) 
             if bucket is None or size > limit or bucket.numel + size > limit:
                 bucket = Bucket(index, parameter.dtype, names)
                 buckets.append(bucket)
-                if (
-                    size <= limit
-                ):  # a larger parameter has a bucket of its own, and the open bucket of small ones stays open
+                if size <= limit:  # a larger parameter is alone in its bucket, and that of small ones stays open
                     collecting[parameter.dtype] = bucket
             bucket.add(parameter)
     for bucket in buckets:
@@ -144,9 +142,8 @@ def _cut(bucket: Bucket, limit: int) -> Iterator[Slice]:
         yield Slice(0, bucket.numel, segments)
         return
     (parameter,) = bucket.offsets
-    size = _round_up(
-        -(-bucket.numel // -(-bucket.numel // limit))
-    )  # equal slices: copying a short last one is inefficient
+    # equal slices: copying a short last one is inefficient
+    size = _round_up(-(-bucket.numel // -(-bucket.numel // limit)))
     for begin in range(0, bucket.numel, size):
         end = min(begin + size, bucket.numel)
         yield Slice(begin, end, [Segment(parameter, begin, min(end, local_shard_no_grad(parameter).numel()), 0)])
@@ -166,10 +163,6 @@ class SliceUpdate:
 
     tensors: list[torch.Tensor]
     update: Callable[[list[torch.Tensor]], None]
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(map(_aligned_bytes, self.tensors))
 
 
 class SlicePipeline:
@@ -193,7 +186,7 @@ class SlicePipeline:
         """
         main = self.module.current_stream(self.device)
         # allocated on the main stream and freed to it after it has waited: no memory is held between runs
-        size = max((update.buffer_bytes for update in updates), default=0)
+        size = max((sum(map(_aligned_bytes, update.tensors)) for update in updates), default=0)
         buffers = torch.empty(BUFFERS, size, dtype=torch.uint8, device=self.device)
         self.load.wait_stream(main)  # the previous user of this memory has finished
         self.load.wait_stream(self.store)  # and so has the last run's store of what is loaded now
@@ -212,7 +205,10 @@ class SlicePipeline:
 
     def _pass(self, update: SliceUpdate, buffer: torch.Tensor, number: int, main: torch.Stream) -> None:
         slot = number % BUFFERS
-        copies = _split_buffer(buffer, update.tensors)
+        copies, begin = [], 0
+        for tensor in update.tensors:
+            copies.append(buffer[begin : begin + tensor.nbytes].view(tensor.dtype))
+            begin += _aligned_bytes(tensor)
         with self.module.stream(self.load):
             if number >= BUFFERS:
                 self.load.wait_event(self.stored[slot])
@@ -225,15 +221,6 @@ class SlicePipeline:
             self.store.wait_event(self.updated[slot])
             _copy(copies, update.tensors)
             self.stored[slot].record(self.store)
-
-
-def _split_buffer(buffer: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of ``buffer`` (bytes,) with the dtypes and sizes of the flat ``tensors``, in order."""
-    views, begin = [], 0
-    for tensor in tensors:
-        views.append(buffer[begin : begin + tensor.nbytes].view(tensor.dtype))
-        begin += _aligned_bytes(tensor)
-    return views
 
 
 def _aligned_bytes(tensor: torch.Tensor) -> int:

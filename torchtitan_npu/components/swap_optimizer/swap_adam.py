@@ -29,8 +29,11 @@ def update(group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
     ``lists`` are torch's: parameters, gradients, first and second moments, maximum second moments (empty without
     ``amsgrad``), step counts before the update.
     """
-    parameters, gradients, first, second, largest, steps = lists
     beta1, beta2 = group["betas"]
+    foreach = group["foreach"]
+    if foreach is None and group["fused"] is None and any(isinstance(p, DTensor) for p in group["params"]):
+        foreach = False  # torch never chooses foreach for DTensors; a slice has only their local tensors
+    parameters, gradients, first, second, largest, steps = lists
     adam(
         parameters,
         gradients,
@@ -38,7 +41,7 @@ def update(group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
         second,
         largest,
         steps,
-        foreach=_foreach(group),
+        foreach=foreach,
         fused=group["fused"],
         has_complex=any(p.is_complex() for p in parameters),
         decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -50,16 +53,6 @@ def update(group: dict[str, Any], lists: list[list[torch.Tensor]]) -> None:
         eps=group["eps"],
         maximize=group["maximize"],
     )
-
-
-def _foreach(group: dict[str, Any]) -> bool | None:
-    """Return the group's option ``foreach``; ``None`` lets torch choose.
-
-    torch chooses by the type of all parameters, and never foreach for DTensors. A slice has only their local tensors.
-    """
-    if group["foreach"] is None and group["fused"] is None and any(isinstance(p, DTensor) for p in group["params"]):
-        return False
-    return group["foreach"]
 
 
 def step_counts(group: dict[str, Any], count: float, number: int, device: torch.device) -> list[torch.Tensor]:
@@ -194,13 +187,13 @@ class SwapStates(torch.optim.Adam):
             self._counts[parameter] = int(states[key]["step"])
             made["step"].fill_(self._counts[parameter])
             for name in self._swapped[parameter].states:
-                ours, theirs = local_shard_no_grad(made[name]), local_shard_no_grad(states[key][name])
-                if ours.shape != theirs.shape:  # copy_ would broadcast
+                target, saved_state = local_shard_no_grad(made[name]), local_shard_no_grad(states[key][name])
+                if target.shape != saved_state.shape:  # copy_ would broadcast
                     raise ValueError(
-                        f"{name} of parameter {key} has shape {tuple(theirs.shape)} in the state dict, "
-                        f"{tuple(ours.shape)} in this optimizer"
+                        f"{name} of parameter {key} has shape {tuple(saved_state.shape)} in the state dict, "
+                        f"{tuple(target.shape)} in this optimizer"
                     )
-                ours.copy_(theirs)
+                target.copy_(saved_state)
             self.state[parameter] = made
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -227,7 +220,11 @@ class SwapStates(torch.optim.Adam):
         for name, host in zip(bucket.states, self._host[bucket], strict=True):
             view = host[offset : offset + shape.numel()].view(shape)
             if self._own_storage:  # the storage of a fake tensor cannot be cut
-                view = _with_own_storage(view)
+                # A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for
+                # asynchronous saves would read beyond it. So the view begins at the start of its storage.
+                begin = view.storage_offset() * view.itemsize
+                storage = view.untyped_storage()[begin : begin + view.nbytes]
+                view = torch.empty(0, dtype=view.dtype).set_(storage, 0, view.shape)  # type: ignore[call-overload]
             if zero:
                 view.zero_()
             state[name] = host_dtensor(view, parameter) if isinstance(parameter, DTensor) else view
@@ -279,16 +276,6 @@ class SwapAdam(SwapStates):
 
 class SwapAdamW(SwapStates, torch.optim.AdamW):
     """``torch.optim.AdamW`` with its states in host memory."""
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return ``view`` as a tensor that begins at the start of its storage, in the same memory.
-
-    A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for asynchronous
-    saves would read beyond it.
-    """
-    begin = view.storage_offset() * view.itemsize
-    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()[begin : begin + view.nbytes], 0, view.shape)  # type: ignore[call-overload]
 
 
 def host_regions(buckets: list[Bucket]) -> list[int]:

@@ -7,10 +7,9 @@ sandbox. The function ``strftime_now`` is missing on purpose: with today's date 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +58,7 @@ class ChatTemplate:
             raise UsageError(f"{name}: not a chat template: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_template"}  # a worker compiles its own
+        return {name: value for name, value in vars(self).items() if name != "_template"}  # each worker compiles it
 
     @cached_property
     def _template(self) -> Template:
@@ -127,10 +126,10 @@ def _without_marks(text: str) -> tuple[str, Ranges]:
     """Remove BEGIN and END, and return the ranges between them."""
     pieces, answers, length = [], [], 0
     for number, part in enumerate(text.split(BEGIN)):
-        answer, end, rest = part.partition(END) if number else ("", "", part)
+        answer, end, after = part.partition(END) if number else ("", "", part)
         answers += [(length, length + len(answer))] if end else []
-        pieces.append(answer + rest)
-        length += len(answer) + len(rest)
+        pieces.append(answer + after)
+        length += len(answer) + len(after)
     return "".join(pieces), answers
 
 
@@ -145,15 +144,19 @@ def _raise(message: str) -> None:
 
 def load_chat_template(assets: str, path: str) -> ChatTemplate:
     """Return the template in the file ``path``, or else that of the tokenizer in the folder ``assets``."""
-    config = _load_json(Path(assets) / "tokenizer_config.json")
+    settings = Path(assets) / "tokenizer_config.json"
+    try:
+        config = json.loads(settings.read_text()) if settings.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{settings}: not JSON: {error}") from error
+    config = config if isinstance(config, dict) else {}
     special_tokens = {}
     for key, token in config.items():
         content = token.get("content") if isinstance(token, dict) else token
         if key.endswith("_token") and isinstance(content, str):
             special_tokens[key] = content
-    own = Path(assets) / "chat_template.jinja"
-    if path or own.exists():
-        file = Path(shipped(path)).expanduser() if path else own
+    file = Path(shipped(path)).expanduser() if path else Path(assets) / "chat_template.jinja"
+    if path or file.exists():
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, str(file))
         except (OSError, UnicodeDecodeError) as error:
@@ -169,14 +172,6 @@ def load_chat_template(assets: str, path: str) -> ChatTemplate:
     return ChatTemplate(source, special_tokens, "chat_template of tokenizer_config.json")
 
 
-def _load_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not JSON: {error}") from error
-    return loaded if isinstance(loaded, dict) else {}
-
-
 class Document(NamedTuple):
     """The tokens of a document, and which of them the model learns to predict; ``None`` is all."""
 
@@ -184,30 +179,19 @@ class Document(NamedTuple):
     is_learned: npt.NDArray[np.bool_] | None = None
 
 
-class Encoder(Protocol):
-    """Turns records into documents. Both methods raise :class:`BadRecord`."""
-
-    @property
-    def fields(self) -> Sequence[str]:
-        """Return the fields of a record that are read; the first must exist."""
-
-    def length(self, record: Record) -> int:
-        """Return the characters of a record."""
-
-    def encode(self, record: Record) -> Document:
-        """Return the tokens of a record."""
-
-
 class TextEncoder:
     """One string a record, between the tokenizer's tokens for the begin and the end of a text, as in TorchTitan."""
 
     def __init__(self, tokenizer: BaseTokenizer, field: str) -> None:
         self.tokenizer, self.field, self.fields = tokenizer, field, (field,)
+        """``fields`` of a record are read; the first must exist."""
 
     def length(self, record: Record) -> int:
+        """Return the characters of a record. Raise :class:`BadRecord`."""
         return len(self._text(record))
 
     def encode(self, record: Record) -> Document:
+        """Return the tokens of a record. Raise :class:`BadRecord`."""
         tokens = self.tokenizer.encode(self._text(record), add_bos=True, add_eos=True)
         return Document(np.array(tokens, dtype=np.int32))
 
@@ -250,3 +234,6 @@ class ChatEncoder:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise BadRecord(f'a message under "{self.field}" has no role: {shown(message)}')
         return messages
+
+
+Encoder = TextEncoder | ChatEncoder

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 from datasets import Dataset, load_from_disk
@@ -24,6 +24,8 @@ DATASET_ROWS = 1000
 """Rows in a block of a Hugging Face dataset."""
 LARGEST_DOCUMENT = 64 * 2**20
 """Bytes of the largest ``.txt`` file that is one document."""
+BOM = b"\xef\xbb\xbf"
+"""The mark with which some editors begin a UTF-8 file."""
 Documents = Literal["file", "paragraph", "line"]
 Record = dict[str, Any]
 
@@ -32,24 +34,27 @@ class BadRecord(ValueError):
     """A record cannot be used. The message says why."""
 
 
-class RecordFile(Protocol):
+class RecordFile:
     """A file in blocks."""
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Return the bytes of each block."""
+    path: Path
+    sizes: list[int]
+    """The bytes of each block."""
 
     def read(self, block: int) -> list[Any]:
         """Return the records of a block, not decoded yet."""
+        raise NotImplementedError
 
     def decode(self, raw: Any) -> Record:
         """Return a record, by field. Raise :class:`BadRecord` if it is damaged."""
+        return without_nulls(raw)
 
     def location(self, block: int, number: int) -> str:
         """Return where the user finds a record: the file, and the number of a line or row."""
+        raise NotImplementedError
 
 
-class DelimitedFile:
+class DelimitedFile(RecordFile):
     """A file of records between delimiters. A block has the records that start in it, up to the end of the last."""
 
     delimiter = re.compile(rb"(\n)")
@@ -76,7 +81,7 @@ class DelimitedFile:
                 starts.insert(0, 0)
             if not starts:
                 return
-            data += self._rest(file, data)
+            data += self._end_of_last_record(file, data)
         for first, last in zip(starts, [*starts[1:], len(data)], strict=True):
             record = data[first:last].strip(b"\r\n")
             if record and not record.isspace():
@@ -85,37 +90,34 @@ class DelimitedFile:
     def _starts(self, data: bytes) -> Iterator[int]:
         return (match.end(1) for match in self.delimiter.finditer(data))
 
-    def _rest(self, file: Any, data: bytes) -> bytes:
+    def _end_of_last_record(self, file: Any, data: bytes) -> bytes:
         """Read from the end of ``data`` to the end of its last record."""
-        rest: list[bytes] = []
+        pieces: list[bytes] = []
         tail = data[-self.margin :]
         while piece := file.read(BLOCK_BYTES):
             window = tail + piece
             end = next((at for at in self._starts(window) if at >= len(tail)), None)
             if end is not None:
-                return b"".join([*rest, window[len(tail) : end]])
-            rest.append(piece)
+                return b"".join([*pieces, window[len(tail) : end]])
+            pieces.append(piece)
             tail = window[-self.margin :]
-        return b"".join(rest)
+        return b"".join(pieces)
 
     def location(self, block: int, number: int) -> str:
         offset, _ = [*self._records(block)][number]
-        return f"{self.path}, line {self._line(offset)}"
-
-    def _line(self, offset: int) -> int:
-        """Return the number of the line at ``offset``. It reads the file up to there, without keeping it."""
-        lines = 1
+        line = 1
         with self.path.open("rb") as file:
             while offset > 0:
                 piece = file.read(min(BLOCK_BYTES, offset))
-                lines, offset = lines + piece.count(b"\n"), offset - len(piece)
-        return lines
+                line, offset = line + piece.count(b"\n"), offset - len(piece)
+        return f"{self.path}, line {line}"
 
-    def _text(self, raw: bytes) -> str:
-        try:
-            return raw.removeprefix(b"\xef\xbb\xbf").decode()
-        except UnicodeDecodeError as error:
-            raise BadRecord(f"not UTF-8 at byte {error.start}") from error
+
+def decoded(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 at byte {error.start}") from error
 
 
 class JsonLines(DelimitedFile):
@@ -123,7 +125,7 @@ class JsonLines(DelimitedFile):
 
     def decode(self, raw: bytes) -> Record:
         try:
-            record = json.loads(self._text(raw))
+            record = json.loads(decoded(raw.removeprefix(BOM)))
         except (json.JSONDecodeError, RecursionError) as error:
             raise BadRecord(f"not JSON: {error}") from error
         if not isinstance(record, dict):
@@ -139,7 +141,7 @@ class TextLines(DelimitedFile):
         self.field = field
 
     def decode(self, raw: bytes) -> Record:
-        return {self.field: self._text(raw)}
+        return {self.field: decoded(raw.removeprefix(BOM))}
 
 
 class TextParagraphs(TextLines):
@@ -149,7 +151,7 @@ class TextParagraphs(TextLines):
     margin = 3
 
 
-class TextFile:
+class TextFile(RecordFile):
     """A ``.txt`` file that is one document, with its white space."""
 
     def __init__(self, path: Path, field: str) -> None:
@@ -165,16 +167,13 @@ class TextFile:
         return [self.path.read_bytes()]
 
     def decode(self, raw: bytes) -> Record:
-        try:
-            return {self.field: raw.decode()}
-        except UnicodeDecodeError as error:
-            raise BadRecord(f"not UTF-8 at byte {error.start}") from error
+        return {self.field: decoded(raw)}
 
     def location(self, block: int, number: int) -> str:
         return str(self.path)
 
 
-class ParquetFile:
+class ParquetFile(RecordFile):
     """A ``.parquet`` file. A block is a row group, of which only the needed columns are read."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -198,14 +197,11 @@ class ParquetFile:
         with pq.ParquetFile(self.path) as file:
             return file.read_row_group(block, columns=self.columns, use_threads=False).to_pylist()
 
-    def decode(self, raw: Record) -> Record:
-        return without_nulls(raw)
-
     def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {self.starts[block] + number}"
 
 
-class DatasetFolder:
+class DatasetFolder(RecordFile):
     """A Hugging Face dataset on disk, of ``Dataset.save_to_disk``. Its files are memory-mapped."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -215,7 +211,7 @@ class DatasetFolder:
         self.sizes = [average * min(DATASET_ROWS, rows - start) for start in range(0, rows, DATASET_ROWS)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_dataset"}  # a worker opens its own
+        return {name: value for name, value in vars(self).items() if name != "_dataset"}  # each worker opens it
 
     @cached_property
     def _dataset(self) -> Dataset:
@@ -229,18 +225,15 @@ class DatasetFolder:
         columns: Any = self._dataset[block * DATASET_ROWS : (block + 1) * DATASET_ROWS]
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def decode(self, raw: Record) -> Record:
-        return without_nulls(raw)
-
     def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {block * DATASET_ROWS + number}"
 
 
-def _columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the ``wanted`` columns that exist, the first of which must."""
-    if wanted[0] not in names:
-        raise UsageError(f"{path} has no column {wanted[0]!r}: data.field must be one of {', '.join(names)}")
-    return [column for column in wanted if column in names]
+def _columns(path: Path, fields: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns of ``fields`` that exist, the first of which must."""
+    if fields[0] not in names:
+        raise UsageError(f"{path} has no column {fields[0]!r}: data.field must be one of {', '.join(names)}")
+    return [column for column in fields if column in names]
 
 
 def without_nulls(value: Any) -> Any:

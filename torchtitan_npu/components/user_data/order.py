@@ -59,7 +59,7 @@ class Location(NamedTuple):
     """Of the record in the block."""
 
 
-class Source:
+class RecordSource:
     """Files whose records form one set. Without a seed they are read in the order of the files."""
 
     def __init__(self, name: str, files: Sequence[RecordFile], seed: int | None, window_bytes: int) -> None:
@@ -140,7 +140,7 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Sequence[Source], weights: Sequence[float], length: Callable[[RecordFile, Any], int]
+        self, sources: Sequence[RecordSource], weights: Sequence[float], length: Callable[[RecordFile, Any], int]
     ) -> None:
         self.sources, self.weights, self.length = sources, weights, length
         """``length`` returns the characters of a record."""

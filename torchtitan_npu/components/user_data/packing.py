@@ -1,19 +1,35 @@
-"""Fill the rows of batches with documents, and know the position after every row."""
+"""Fill the rows of batches with documents, and know the position after every row.
+
+Importing this module adds the datasets "text" and "chat" to TorchTitan's registry, whose loaders cannot read them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from torchtitan_npu.components.user_data.documents import Document, Encoder
-from torchtitan_npu.components.user_data.files import BadRecord
-from torchtitan_npu.components.user_data.order import Location, Mixture, State
+from torchtitan_npu.components.user_data.documents import (
+    ChatEncoder,
+    Document,
+    Encoder,
+    TextEncoder,
+    load_chat_template,
+)
+from torchtitan_npu.components.user_data.files import BadRecord, RecordFile, open_files
+from torchtitan_npu.components.user_data.order import FIRST, Location, Mixture, RecordSource, State
+from torchtitan_npu.config.data import USER_DATASETS, Data
+from torchtitan_npu.config.job_config import data_options
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS
 from torchtitan_npu.log import log_on_first_rank
@@ -64,16 +80,11 @@ class EncodedDocuments(IterableDataset):
             yield task
 
 
-def unchanged(task: list[Encoded]) -> list[Encoded]:
-    """Return a task as it is. By default, DataLoader makes tensors of all arrays."""
-    return task
-
-
 class PackedRows:
     """Rows of ``seq_len`` tokens. A subclass decides how documents fill them.
 
-    The position after a row is the state of the first document with tokens for later rows, and how many of its tokens
-    the rows before have used.
+    The position after a row is the state of the first document with tokens for later rows, and the number of its tokens
+    that were used.
     """
 
     def __init__(
@@ -112,7 +123,8 @@ class PackedRows:
     def documents(self) -> Iterator[tuple[Encoded, Document]]:
         """Yield the documents from the position on."""
         tasks = EncodedDocuments(self.mixture, self.encoder, self.state, self.infinite)
-        loader = DataLoader(tasks, batch_size=None, collate_fn=unchanged, **self.worker_options)
+        # by default, DataLoader makes tensors of all arrays
+        loader = DataLoader(tasks, batch_size=None, collate_fn=list, **self.worker_options)
         epochs = [at[0] for at in self.state]
         last_used = epochs.copy()  # the last epoch of each source with a document that was used
         for encoded in (one for task in loader for one in task):
@@ -171,7 +183,7 @@ class ConcatenatedTexts(PackedRows):
 
 
 class PackedConversations(PackedRows):
-    """Rows of complete conversations. The rest of a row has tokens without labels.
+    """Rows of complete conversations, padded with tokens without labels.
 
     Each conversation is a document, with one input token fewer than it has tokens.
     """
@@ -228,3 +240,82 @@ class PackedConversations(PackedRows):
             first = last
         ends[-1] = True
         return {"input": inputs, DOCUMENT_ENDS: ends}, labels
+
+
+def build_rows(
+    section: str, tokenizer: BaseTokenizer | None, job_config: JobConfig, infinite: bool, **worker_options: Any
+) -> PackedRows:
+    """Return the rows of ``section``, ``training`` or ``validation``. Validation data is not shuffled.
+
+    Raise :class:`UsageError` if files are missing, or their first record cannot be used.
+    """
+    config, options = getattr(job_config, section), data_options(job_config)
+    is_chat = config.dataset.lower() == "chat"
+    if is_chat and not hasattr(job_config, "data"):  # TorchTitan's Trainer would pass the document ends to the model
+        raise UsageError(f'{section}.dataset "chat" needs this package\'s entry, -m torchtitan_npu.train')
+    if tokenizer is None:
+        raise UsageError(f"{section}.dataset {config.dataset!r} needs a tokenizer: set model.hf_assets_path")
+    encoder: Encoder
+    if not is_chat:
+        encoder = TextEncoder(tokenizer, options.field or "text")
+    elif not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise UsageError(f'dataset "chat" needs a Hugging Face tokenizer, not a {type(tokenizer).__name__}')
+    else:
+        template = load_chat_template(job_config.model.hf_assets_path, options.chat_template)
+        encoder = ChatEncoder(tokenizer, options.field or "messages", template)
+    sources = _sources(section, config.dataset_path, options, encoder, is_chat)
+    for source in sources:
+        _check_first_record(source, encoder, can_skip=options.bad_records == "skip")
+    weights = options.weights if len(sources) > 1 else [1.0]
+    mixture = Mixture(sources, weights, partial(record_length, encoder))
+    skips = options.bad_records == "skip"
+    settings = {"seq_len": config.seq_len, "infinite": infinite, "skip_bad_records": skips, **worker_options}
+    if not is_chat:
+        return ConcatenatedTexts(mixture, encoder, **settings)
+    if tokenizer.eos_id is None:  # the padding, and the boundary of documents for the models
+        raise UsageError(f"{section}.dataset {config.dataset!r} needs a tokenizer with an end-of-sequence token")
+    return PackedConversations(mixture, encoder, pad=tokenizer.eos_id, too_long=options.too_long, **settings)
+
+
+def _sources(section: str, path: str | None, options: Data, encoder: Encoder, is_chat: bool) -> list[RecordSource]:
+    """Return one source for each weight. Without weights, all paths are one source."""
+    is_training = section == "training"
+    several = is_training and bool(options.paths)
+    key = "data.paths" if several else f"{section}.dataset_path"
+    paths = options.paths if several else [path] if path else []
+    if not paths:
+        raise UsageError(f"{key} must be set: a file or a folder of {'conversations' if is_chat else 'texts'}")
+    files = [open_files(one, encoder.fields, None if is_chat else options.txt_documents, key) for one in paths]
+    seed = options.seed if is_training and options.shuffle else None
+    window = options.shuffle_window_mib * 2**20
+    if several and options.weights:
+        return [RecordSource(one, found, seed, window) for one, found in zip(paths, files, strict=True)]
+    return [RecordSource(", ".join(paths), [file for found in files for file in found], seed, window)]
+
+
+def _check_first_record(source: RecordSource, encoder: Encoder, can_skip: bool) -> None:
+    """Raise if a source has no record, or if its first one cannot be used and must not be skipped."""
+    in_files = RecordSource(source.name, source.files, seed=None, window_bytes=0)
+    _, location, record = next(in_files.records(FIRST))
+    file = source.files[location.file]
+    try:
+        encoder.encode(file.decode(record))
+    except BadRecord as error:
+        if not can_skip:
+            raise UsageError(f"{file.location(location.block, location.number)}: {error} ({SKIP_HINT})") from error
+
+
+def record_length(encoder: Encoder, file: RecordFile, record: Any) -> int:
+    """Return the characters of a record, at least 1."""
+    try:
+        return max(1, encoder.length(file.decode(record)))
+    except BadRecord:
+        return 1
+
+
+def _refuse(path: str) -> NoReturn:
+    raise UsageError('dataset "text" and "chat" need npu.layout_independent_data = true and this package\'s entry')
+
+
+for _name in USER_DATASETS:
+    DATASETS[_name] = DatasetConfig("", _refuse, _refuse)
