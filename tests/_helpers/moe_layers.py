@@ -36,6 +36,23 @@ def build_moe(biased: bool = False, **args: Any) -> nn.Sequential:
     return nn.Sequential(layer)
 
 
+class ModelOfOneMoE(nn.Module):
+    """The part of a transformer that TorchTitan's parallel plans for MoE layers need."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.moe, block.moe_enabled = moe, True  # type: ignore[assignment]
+        self.layers = nn.ModuleDict({"0": block})
+
+    @property
+    def moe(self) -> Any:
+        return self.layers["0"].moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x)
+
+
 def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
 

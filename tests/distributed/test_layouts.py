@@ -24,64 +24,45 @@ def layout(text: str) -> dict[str, int]:
 
 
 FUSED_LAYOUTS = {
-    2: {
-        "llama3": ["replicate2 shard1", "pp2"],
-        "qwen3": ["shard2", "tp2"],
-        "deepseek_v3": ["tp2", "cp2", "pp2", "ep2"],
-    },
-    4: {"qwen3_moe": ["shard2 tp2 ep2"]},
+    2: {"llama3": "replicate2 shard1, pp2", "qwen3": "shard2, tp2", "deepseek_v3": "tp2, cp2, pp2, ep2"},
+    4: {"qwen3_moe": "shard2 tp2 ep2"},
 }
-EAGER_LAYOUTS = {2: {"llama3": ["shard2"], "llama4": ["tp2"]}}
+EAGER_LAYOUTS = {2: {"llama3": "shard2", "llama4": "tp2"}}
 SLOW_LAYOUTS = {
     2: {
-        "llama3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2"],
-        "qwen3": ["shard2", "replicate2 shard1", "tp2", "cp2"],
-        "qwen3_moe": ["pp2", "ep2", "tp2 ep2"],
-        "llama4": ["tp2", "tp2 ep2"],
-        "deepseek_v3": ["shard2", "replicate2 shard1", "tp2", "cp2", "pp2", "ep2", "tp2 ep2", "cp2 ep2"],
+        "llama3": "shard2, replicate2 shard1, tp2, cp2, pp2",
+        "qwen3": "shard2, replicate2 shard1, tp2, cp2",
+        "qwen3_moe": "pp2, ep2, tp2 ep2",
+        "llama4": "tp2, tp2 ep2",
+        "deepseek_v3": "shard2, replicate2 shard1, tp2, cp2, pp2, ep2, tp2 ep2, cp2 ep2",
     },
     4: {
-        "llama3": [
-            "replicate2 shard2",
-            "shard2 tp2",
-            "replicate2 shard1 tp2",
-            "replicate2 shard1 pp2",
-            "tp2 cp2",
-            "tp2 pp2",
-            "cp2 pp2",
-            "pp4",
-        ],
-        "qwen3": ["replicate2 shard2", "shard2 tp2", "tp2 cp2"],
-        "qwen3_moe": ["shard2 tp2 ep2", "shard2 tp2 ep2 etp2", "tp2 cp2 ep4", "pp2 ep2"],
-        "deepseek_v3": [
-            "replicate2 shard2 ep2",
-            "shard2 tp2",
-            "shard2 cp2",
-            "shard4 ep2",
-            "ep4",
-            "shard2 tp2 ep2",
-            "shard2 tp2 ep2 etp2",
-            "shard2 tp2 ep4",
-            "cp2 ep4",
-            "pp2 ep2",
-            "tp2 cp2 ep4",
-            "tp2 pp2 ep2",
-        ],
+        "llama3": "replicate2 shard2, shard2 tp2, replicate2 shard1 tp2, replicate2 shard1 pp2, tp2 cp2, tp2 pp2, "
+        "cp2 pp2, pp4",
+        "qwen3": "replicate2 shard2, shard2 tp2, tp2 cp2",
+        "qwen3_moe": "shard2 tp2 ep2, shard2 tp2 ep2 etp2, tp2 cp2 ep4, pp2 ep2",
+        "deepseek_v3": "replicate2 shard2 ep2, shard2 tp2, shard2 cp2, shard4 ep2, ep4, shard2 tp2 ep2, "
+        "shard2 tp2 ep2 etp2, shard2 tp2 ep4, cp2 ep4, pp2 ep2, tp2 cp2 ep4, tp2 pp2 ep2",
     },
 }
 """Eager and fused, except those that run by default."""
+BY_OPERATOR = {"activation_checkpoint.selective_ac_option": "op"}
+TITAN_MOE = {"npu.moe_sequence_parallel": False}
 CHUNKED = {"npu.loss_chunk_tokens": 24}  # the last chunk is smaller
 OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
     (2, "pp2", "llama3", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     (2, "cp2", "llama3", {"parallelism.context_parallel_load_balancer": None}),
     (2, "tp2", "qwen3", {"activation_checkpoint.mode": "selective", "model.converters": FUSED["qwen3"]}),
     (2, "ep2", "deepseek_v3", {"model.converters": ["npu_permute"]}),
+    (2, "tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "selective", **BY_OPERATOR}),
+    (2, "tp2 ep2", "deepseek_v3", {**TITAN_MOE, "model.converters": FUSED["deepseek_v3"]}),
     (2, "shard2", "llama3", {**CHUNKED, "parallelism.fsdp_reshard_after_forward": "always", "validation.enable": True}),
     (2, "tp2", "llama3", CHUNKED),
     (2, "pp2", "llama3", CHUNKED),
     (2, "cp2", "llama3", CHUNKED),
 ]
 SLOW_OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
+    (2, "tp2 ep2", "deepseek_v3", TITAN_MOE),
     (2, "tp2", "llama3", {**CHUNKED, "parallelism.disable_loss_parallel": True}),
     (2, "pp2", "llama3", {**CHUNKED, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     (2, "replicate2 shard1", "llama3", CHUNKED),
@@ -95,12 +76,12 @@ SLOW_OPTIONS: list[tuple[int, str, str, dict[str, Any]]] = [
 ]
 
 
-def cases(layouts: dict[int, dict[str, list[str]]], *, fused: bool) -> list[tuple[int, str, str, dict[str, Any]]]:
+def cases(layouts: dict[int, dict[str, str]], *, fused: bool) -> list[tuple[int, str, str, dict[str, Any]]]:
     return [
         (ranks, text, model, {"model.converters": FUSED[model]} if fused else {})
         for ranks, models in layouts.items()
         for model, texts in models.items()
-        for text in texts
+        for text in texts.split(", ")
     ]
 
 

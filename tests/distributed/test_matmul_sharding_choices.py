@@ -32,26 +32,6 @@ def choose(left: tuple[int, ...], right: tuple[int, ...], *placements: Placement
         return choice(Call(op, tuple(inputs), (), (mask,) if mask else ()), mesh, placements)
 
 
-@pytest.mark.parametrize(
-    ("placements", "result"),
-    [
-        pytest.param(((R,), (R,)), (R,), id="replicated"),
-        pytest.param(((R,), (Shard(1),)), (Shard(2),), id="columns"),
-        pytest.param(((Shard(2),), (Shard(0),)), (P,), id="rows"),
-        pytest.param(((Shard(1),), (R,)), (Shard(1),), id="sequence"),
-        pytest.param(((P,), (R,)), (P,), id="sum"),
-    ],
-)
-def test_linear_layers_move_nothing(placements: tuple[Placements, ...], result: Placements) -> None:
-    left, right = placements
-    assert choose((2, 8, 16), (16, 32), left, right) == ((left, right), (result,), 0.0)
-    # backward: the gradient has the placement of the result, or is replicated if that is Partial
-    grad = (R,) if result == (P,) else result
-    chosen = choose((2, 8, 16), (16, 32), grad, left, right, mask=[True, True])
-    assert (chosen.targets, chosen.cost) == ((grad, left, right), 0.0)
-    assert chosen.results[1] in (right, (P,))  # sharded as the weight, or Partial
-
-
 def test_ties_are_broken_by_changed_placements_then_by_memory_then_by_order() -> None:
     # reducing either operand costs the same
     assert choose((8, 8), (8, 8), (P,), (P,)).targets == ((P,), (R,))
@@ -85,11 +65,6 @@ def test_a_gradient_is_reduced_where_it_is_narrow() -> None:
     assert (wide.targets, wide.cost) == (((P,), (R,), (R,)), 0.0)
     # the gradient of a frozen input is never reduced
     assert choose((2, 64, 56), (56, 12), (P,), (R,), (R,), mask=[False, True]).cost == 0
-
-
-def test_three_mesh_dimensions() -> None:
-    left, right = (Shard(0), R, Shard(2)), (R, Shard(1), Shard(0))
-    assert choose((4, 8, 16), (16, 8), left, right).results == ((Shard(0), Shard(2), P),)
 
 
 def test_strided_shards_are_kept() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests._helpers.matmul_calls import Call, P, R, backward, choice, forward
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.shards import Placements, assemble, every_placement, integers, split
+from tests._helpers.shards import Placements, assemble, every_placement, split
 from tests._helpers.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
 
 Outcome = list[tuple[Tensor, Placements] | None]
@@ -75,25 +75,6 @@ def check(expected: Any, outcomes: list[Outcome], mesh: tuple[int, ...], placeme
         assert result is not None and torch.equal(result, full), placements
 
 
-def train_on_ranks() -> list[Outcome]:
-    """Compute ``left @ right`` and its gradients by autograd, for every placement on a 2 × 2 mesh."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    call = forward("2d2d")
-    outcomes: list[Outcome] = []
-    with undecomposed_matmul(), our_matmul_sharding(mesh):
-        for placements in itertools.product(*(every_placement(x.ndim, 2) for x in call.inputs)):
-            left, right = (
-                placed(x, mesh, here).requires_grad_() for x, here in zip(call.inputs, placements, strict=True)
-            )
-            product: Any = left @ right
-            # in DTensor's autograd, the gradient of a Partial tensor is replicated
-            gradient_at = tuple(R if x.is_partial() else x for x in product.placements)
-            product.backward(placed(integers(*product.shape, seed=2), mesh, gradient_at))
-            results = (product.detach(), left.grad, right.grad)
-            outcomes.append([(x.to_local(), x.placements) for x in results if isinstance(x, DTensor)])
-    return outcomes
-
-
 def backward_of_sums_on_ranks() -> list[Outcome]:
     """Compute gradients of a product that is Partial, and narrower than its left factor."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -107,15 +88,6 @@ def backward_of_sums_on_ranks() -> list[Outcome]:
 
 
 SUMS = [(grad, (R, R), (R, R)) for grad in ((P, P), (P, R), (R, P))]
-
-
-@pytest.mark.slow
-def test_gradients_on_a_mesh_of_two_by_two() -> None:
-    ranks = run_on_ranks(4, train_on_ranks)
-    expected = (*forward("2d2d").outputs, *backward("2d2d").outputs)
-    everywhere = itertools.product(every_placement(2, 2), repeat=2)
-    for placements, *outcomes in zip(everywhere, *ranks, strict=True):
-        check(expected, outcomes, (2, 2), placements)
 
 
 def test_partial_gradients_are_reduced_where_they_are_narrow() -> None:

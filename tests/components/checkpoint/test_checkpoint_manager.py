@@ -10,7 +10,9 @@ import pickle
 import resource
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,17 @@ def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let writes fail beyond ``size`` bytes of a file, as on a disk that fills after the file was created."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # atomic saves
@@ -177,13 +190,8 @@ def test_a_job_stopped_early_saves_its_full_state(tmp_path: Path) -> None:
 def save_on_a_full_disk(folder: Path, mode: str) -> str:
     """Return the error of a save whose files may have 512 bytes only."""
     job = SmallJob(folder, checkpoint__async_mode=mode)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
-    try:
-        with pytest.raises(UsageError) as error:
-            job.train(stop=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(512), pytest.raises(UsageError) as error:
+        job.train(stop=1)
     job.checkpointer.close()
     return str(error.value)
 
@@ -205,13 +213,9 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_within_a_tensor_is_the_error_of_the_file_system(tmp_path: Path) -> None:
     """torch.save raises an error about positions in its zip format then."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(OSError, match="File too large"), ChecksumFileSystem().create_stream(tmp_path / "f", "wb") as f:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-        try:
-            torch.save(torch.zeros(LARGE, dtype=torch.uint8), f)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    stream = ChecksumFileSystem().create_stream(tmp_path / "f", "wb")
+    with pytest.raises(OSError, match="File too large"), stream as file, files_of_at_most(1 << 16):
+        torch.save(torch.zeros(LARGE, dtype=torch.uint8), file)
 
 
 def test_a_failed_job_does_not_wait_for_a_save_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,13 +643,9 @@ def test_the_lock_of_a_dead_process_is_removed(
 
 
 def test_a_lock_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # as on a disk that fills after the file was created
-    try:
-        with pytest.raises(UsageError, match=rf"^{tmp_path}/checkpoint/lock cannot be written: File too large$"):
-            WriterLock(tmp_path / "checkpoint").acquire()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = rf"^{tmp_path}/checkpoint/lock cannot be written: File too large$"
+    with files_of_at_most(8), pytest.raises(UsageError, match=error):
+        WriterLock(tmp_path / "checkpoint").acquire()
     assert not names(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=rf"^{tmp_path}/file cannot be written: File exists$"):

@@ -10,8 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_npu.components.swap_optimizer.host_memory import ALIGNMENT, SMALLEST_BLOCK, pack
-from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, _slice_numel, plan
+from tests._helpers.swap_training import DEVICE
+from torchtitan_npu.components.swap_optimizer.host_memory import (
+    ALIGNMENT,
+    GIB,
+    SMALLEST_BLOCK,
+    allocate,
+    check,
+    pack,
+)
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, plan
+from torchtitan_npu.errors import UsageError
 
 SIZES = st.lists(st.integers(1, 400_000), min_size=1, max_size=12)
 
@@ -50,18 +59,6 @@ def test_slices_and_temporaries_fit_the_budget(sizes: list[int], fused: bool, am
             assert BUFFERS * (3 if amsgrad else 2) * of_one + beside <= BUFFERS * mib * MIB
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)
-def test_a_full_slice_of_the_smallest_parameters_fits(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Sizes are rounded up to 512 bytes, and two updates have step counts at once."""
-    for mib in range(1, 257):
-        numel = _slice_numel(group([], **options), dtype, mib * MIB)
-        tensors = BUFFERS * (3 if options.get("amsgrad") else 2) + (0 if options["fused"] else 3)
-        state = -(-numel * dtype.itemsize // 512) * 512
-        counts = (numel // 128) * 4 + 2 * 512 if options["fused"] else 0
-        assert 0.99 * BUFFERS * mib * MIB < tensors * state + counts <= BUFFERS * mib * MIB
-
-
 def test_a_large_parameter_has_equal_slices_and_small_ones_a_common_slice() -> None:
     buckets = plan([group([100, 1_000_000, 100, 100])], MIB, 1.0)
     assert [len(bucket.offsets) for bucket in buckets] == [3, 1]
@@ -78,10 +75,10 @@ def test_fraction_takes_the_largest_that_fit(fraction: float, swapped: set[int])
 
 
 def test_frozen_parameters_and_other_dtypes() -> None:
-    given = group([300, 500])
-    given["params"][0].requires_grad_(False)
-    given["params"].append(torch.nn.Parameter(torch.empty(70, device="meta", dtype=torch.bfloat16)))
-    buckets = plan([given], MIB, 1.0)
+    mixed = group([300, 500])
+    mixed["params"][0].requires_grad_(False)
+    mixed["params"].append(torch.nn.Parameter(torch.empty(70, device="meta", dtype=torch.bfloat16)))
+    buckets = plan([mixed], MIB, 1.0)
     assert [(b.dtype, b.numel, b.state_bytes) for b in buckets] == [
         (torch.float32, 512, 2048),
         (torch.bfloat16, 128, 256),
@@ -90,12 +87,12 @@ def test_frozen_parameters_and_other_dtypes() -> None:
 
 @given(st.lists(st.integers(1, 1 << 31), min_size=1, max_size=30))
 def test_regions_do_not_overlap_and_blocks_are_few_and_full(sizes: list[int]) -> None:
-    blocks, places = pack(sizes)
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for size, (block, offset) in zip(sizes, places, strict=True):
+    blocks, slots = pack(sizes)
+    used: dict[int, list[tuple[int, int]]] = {}
+    for size, (block, offset) in zip(sizes, slots, strict=True):
         assert offset % ALIGNMENT == 0 and offset + size <= blocks[block]
-        spans.setdefault(block, []).append((offset, offset + size))
-    for ranges in spans.values():
+        used.setdefault(block, []).append((offset, offset + size))
+    for ranges in used.values():
         ranges.sort()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
     assert all(block & (block - 1) == 0 for block in blocks)
@@ -110,3 +107,38 @@ def test_a_model_takes_few_blocks_and_little_more_than_its_states() -> None:
     blocks, _ = pack(sizes)
     assert len(blocks) <= 12
     assert sum(blocks) <= 1.05 * sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "ranks", "message"),
+    [
+        (1.0, 1, "needs 16.00 GiB of host memory for the 1 rank of this node, and 10.00 GiB are available; "
+                 "optimizer.swap_fraction = 0.62 would fit"),
+        (0.9, 2, "needs 28.80 GiB of host memory for the 2 ranks of this node, and 10.00 GiB are available; "
+                 "optimizer.swap_fraction = 0.31 would fit"),
+        (1.0, 1000, "no optimizer.swap_fraction would fit"),
+    ],
+)  # fmt: skip
+def test_too_little_memory(fraction: float, ranks: int, message: str) -> None:
+    check(lambda f: int(f * 10 * GIB), fraction, ranks, free=10 * ranks * GIB)
+    with pytest.raises(UsageError) as raised:
+        check(lambda f: int(f * 16 * GIB), fraction, ranks, free=10 * GIB)
+    assert message in str(raised.value)
+
+
+def test_allocation_that_fails() -> None:
+    """One PiB always fails, as pinned memory does with a device."""
+    with pytest.raises(UsageError) as raised:
+        allocate([1 << 50], DEVICE, fraction=1.0)
+    message = str(raised.value)
+    assert "after 0.00 of the 1048576.00 GiB" in message and "no optimizer.swap_fraction would fit" in message
+    assert "RLIMIT_MEMLOCK" in message and "\n" not in message
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_allocated_regions_do_not_overlap() -> None:
+    regions = allocate([1000, 5, 3000], torch.device("cpu"), fraction=1.0)
+    for number, region in enumerate(regions):
+        region.fill_(number)
+    assert [(len(r), r.unique().item()) for r in regions] == [(1000, 0), (5, 1), (3000, 2)]
+    assert len({r.untyped_storage().data_ptr() for r in regions}) == 1

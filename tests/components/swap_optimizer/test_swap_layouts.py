@@ -1,21 +1,24 @@
-"""On every layout TorchTitan's Trainer with swapped states is bit-identical to torch's optimizers."""
+"""Swapped states on any layout: bit-identical to torch's optimizers, and resumed with or without swap on another."""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests._helpers.layouts import job_config
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.swapping_jobs import SLICE_MIB, swapping_config
-from tests._helpers.training import recording, train_until
+from tests._helpers.swapping_jobs import swapping_config
+from tests._helpers.training import TOLERANCE, Record, recording, together, train_until
 from tests.distributed.test_layouts import layout
-from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
 
 REAL_STEPS, STEPS = 2, 6
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -66,64 +69,63 @@ def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, A
                 assert ours.keys() == theirs.keys()
                 for name in ours:
                     assert_same(ours[name], theirs[name])
-        for implementation, options in itertools.product(IMPLEMENTATIONS, OPTIONS):
-            step_beside_plain(parameters[0][:FEW], implementation | options)
         return len(container)
 
 
-IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"fused": False, "foreach": False}]
-OPTIONS: list[dict[str, bool]] = [{}, {"amsgrad": True, "maximize": True}]
-FEW = 6
-"""Parameters: large and small ones, some of which take several slices."""
-
-
-def step_beside_plain(parameters: list[torch.Tensor], options: Any) -> None:
-    """Compare AdamW with two groups on copies of the parameters, of which one is frozen and one has no gradient."""
-    both = [[p.detach().clone().requires_grad_(number != 1) for number, p in enumerate(parameters)] for _ in range(2)]
-    groups: Any = [
-        [{"params": copies[::2]}, {"params": copies[1::2], "lr": 3e-4, "weight_decay": 0.0}] for copies in both
-    ]
-    swapping = SwapAdamW(groups[0], slice_mib=SLICE_MIB, **options)
-    plain = torch.optim.AdamW(groups[1], **options)
-    for number in range(STEPS):
-        for copies in both:
-            for parameter, copy in [(parameters[0], copies[0]), *zip(parameters[3:], copies[3:], strict=True)]:
-                assert parameter.grad is not None
-                copy.grad = parameter.grad.detach() * (1.5 if number % 2 else -0.6)
-        swapping.step()
-        plain.step()
-    for ours, theirs in zip(both[0], both[1], strict=True):
-        assert_same(ours, theirs)
-        assert swapping.state[ours].keys() == plain.state[theirs].keys()
-        for name, state in plain.state[theirs].items():
-            assert_same(swapping.state[ours][name], state)
-
-
 @pytest.mark.parametrize(
-    ("model", "ranks", "text", "options"),
+    ("model", "text", "options"),
     [
-        (
-            "llama3",
-            2,
-            "shard2",
-            {
-                "optimizer.implementation": "fused",
-                "optimizer.name": "Adam",
-                "optimizer.swap_fraction": 0.5,
-                "training.max_norm": 0.1,
-            },
-        ),
-        ("llama3", 2, "tp2", {"optimizer.implementation": "foreach"}),
-        (
-            "llama3",
-            2,
-            "pp2",
-            {"optimizer.implementation": "for-loop", "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
-        ),
-        pytest.param("deepseek_v3", 2, "ep2", {"optimizer.implementation": "fused"}, marks=pytest.mark.slow),
+        ("llama3", "shard2", {"optimizer.name": "Adam", "optimizer.swap_fraction": 0.5, "training.max_norm": 0.1}),
+        ("llama3", "tp2", {"optimizer.implementation": "foreach"}),
+        ("llama3", "pp2", {"optimizer.implementation": "for-loop", SCHEDULE: "Interleaved1F1B"}),
+        pytest.param("deepseek_v3", "ep2", {}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_swapped_is_bit_identical(model: str, ranks: int, text: str, options: dict[str, Any]) -> None:
-    numbers = run_on_ranks(ranks, train_beside_plain, model, layout(text), options, process_group=False)
-    assert numbers == [2 if text == "pp2" else 1] * ranks
+def test_swapped_is_bit_identical(model: str, text: str, options: dict[str, Any]) -> None:
+    numbers = run_on_ranks(2, train_beside_plain, model, layout(text), options, process_group=False)
+    assert numbers == [2 if text == "pp2" else 1] * 2
+
+
+TOTAL, STOP = 4, 2
+
+
+def train(swap: bool, degrees: dict[str, int], folder: str, stop: int, mode: str) -> Record:
+    """Load the newest checkpoint in ``folder``, train up to step ``stop``, save there."""
+    checkpoints = {"checkpoint.enable": True, "checkpoint.interval": STOP, "checkpoint.async_mode": mode}
+    options = {"job.dump_folder": folder, "training.steps": TOTAL, **checkpoints}
+    with recording((swapping_config if swap else job_config)("llama3", degrees, options)) as (trainer, record):
+        train_until(trainer, stop)
+        if swap:  # it must not change what an asynchronous save has staged
+            trainer.optimizers.step()
+        if mode == "async":
+            trainer.checkpointer.save_future.result()
+    return record
+
+
+def train_on(ranks: int, text: str, swap: bool, folder: Path, stop: int, mode: str) -> list[float]:
+    """Return the losses."""
+    records = run_on_ranks(ranks, train, swap, layout(text), str(folder), stop, mode, process_group=False)
+    return together(records).losses
+
+
+@functools.cache
+def uninterrupted() -> list[float]:
+    """Return the losses of one rank that trains without swap and without interruption."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train_on(1, "", False, Path(folder), TOTAL, "disabled")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "mode"),
+    [
+        ((1, "", False), (2, "tp2", True), "disabled"),
+        ((2, "shard2", True), (2, "pp2", False), "async"),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_on_another_layout(
+    first: tuple[int, str, bool], second: tuple[int, str, bool], mode: str, tmp_path: Path
+) -> None:
+    before, after = (train_on(*run, tmp_path, stop, mode) for run, stop in ((first, STOP), (second, TOTAL)))
+    assert before + after == pytest.approx(uninterrupted(), rel=4 * TOLERANCE)

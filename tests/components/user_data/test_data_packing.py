@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +21,6 @@ from torchtitan.hf_datasets import text_datasets
 from torchtitan_npu.components.corpus import ASSETS
 from torchtitan_npu.components.dataloader import build_text_dataloader, build_text_validation_dataloader
 from torchtitan_npu.components.user_data.documents import ChatEncoder, load_chat_template
-from torchtitan_npu.components.user_data.packing import DOCUMENTS_PER_TASK
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS, positions_in_documents
@@ -104,27 +102,6 @@ def test_texts_in_order_are_torchtitans_rows(seq_len: int) -> None:
     assert stacked(rows(ours)).equal(stacked(wanted))
 
 
-def test_every_format_has_the_same_rows(tmp_path: Path) -> None:
-    lines = [json.loads(line)["text"].replace("\n", " ") for line in Path(CORPUS).read_text().splitlines()[:300]]
-    texts = Dataset.from_dict({"id": [*range(300)], "body": lines})
-    texts.to_json(tmp_path / "a.jsonl")
-    texts.to_parquet(tmp_path / "b.parquet")
-    texts.save_to_disk(tmp_path / "c")
-    (tmp_path / "d.txt").write_text("\n".join(lines))
-    (tmp_path / "e.txt").write_text("\r\n\r\n".join(lines))
-    found = []
-    for name, documents in (
-        ("a.jsonl", "file"),
-        ("b.parquet", "file"),
-        ("c", "file"),
-        ("d.txt", "line"),
-        ("e.txt", "paragraph"),
-    ):
-        options = {"field": "body", "txt_documents": documents, "shuffle": False}
-        found.append(stacked(rows(*loaders(job("text", str(tmp_path / name), **options), 1, 1, infinite=False))))
-    assert len(found[0]) > 300 and all(other.equal(found[0]) for other in found[1:])
-
-
 @pytest.mark.parametrize("name", JOBS)
 @settings(deadline=None, max_examples=6)
 @given(before=st.sampled_from(LAYOUTS), after=st.sampled_from(LAYOUTS), steps=st.integers(0, 4), workers=st.booleans())
@@ -143,15 +120,6 @@ def test_a_job_resumes_on_another_layout(
         loader.load_state_dict(states[-1])
     iterators = [iter(loader) for loader in resumed]
     assert torch.cat([*seen, *(step(iterators) for _ in range(3))]).equal(wanted)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_worker_processes_change_nothing(name: str) -> None:
-    count = 4 * DOCUMENTS_PER_TASK
-    wanted = stacked(rows(*loaders(named_job(name), 1, 1), count=count))
-    for workers in (1, 2):
-        config = named_job(name, dataloader__num_workers=workers, dataloader__prefetch_factor=3)
-        assert stacked(rows(*loaders(config, 1, 1), count=count)).equal(wanted)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -196,14 +164,6 @@ def test_validation_data_is_not_shuffled_and_the_same_every_time() -> None:
     wanted = stacked(rows(*loaders(named_job("text in order"), 1, 1), count=6))
     for _ in range(2):
         assert stacked([*islice(loader, 3)]).equal(wanted)
-
-
-def test_seeds_and_epochs_have_other_rows() -> None:
-    first, other = (stacked(rows(*loaders(named_job("chat", seed=seed), 1, 1), count=40)) for seed in (0, 1))
-    assert not first.equal(other)
-    once = len(rows(*loaders(named_job("chat"), 1, 1, infinite=False)))
-    twice = stacked(rows(*loaders(named_job("chat"), 1, 1), count=2 * once))
-    assert not twice[:once].equal(twice[once:])
 
 
 def test_a_position_in_other_data_is_an_error(tmp_path: Path) -> None:
