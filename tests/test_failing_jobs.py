@@ -37,7 +37,7 @@ SLOW = pytest.mark.slow
         pytest.param(3, "sys.exit", "sys.exit(0) was called before step 1000", (1,), marks=SLOW),
         pytest.param(3, "out of memory", "failed in step 3 (training): RuntimeError: ", (1,), marks=SLOW),
         (2, "data loader", "(loading data): ValueError: the planted sample is damaged", (1,)),
-        # its own monitor ends it, or a signal of another rank does
+        # its monitor ends it, or a signal of another rank does
         (2, "SIGSTOP", STOPPED, (1, -signal.SIGABRT, -signal.SIGKILL)),
         pytest.param(3, "hang", "time.sleep(1000)", HUNG, marks=SLOW),
         pytest.param(3, "hanging data loader", "time.sleep(1000)", HUNG, marks=SLOW),
@@ -49,8 +49,8 @@ def test_the_first_failing_rank_is_named_by_every_rank(
     timeout = 5 if fault.startswith(("SIGSTOP", "hang")) else 10  # those wait until it has elapsed
     with start_ranks(tmp_path, world_size, fault, comm__train_timeout_seconds=str(timeout)) as ranks:
         ranks.wait_for("step:  2")
-        *others, failed = ranks.exit_codes(timeout + 60)
-        assert set(others) == {1} and failed in codes, ranks.log(0)
+        *remaining, failed = ranks.exit_codes(timeout + 60)
+        assert set(remaining) == {1} and failed in codes, ranks.log(0)
     for rank in range(world_size - 1):
         name = f"rank {world_size - 1} ({os.uname().nodename}, pid {ranks.pid(world_size - 1)}) "
         assert ranks.last_line(rank).startswith(f"torchtitan_npu: first failure: {name}"), ranks.log(rank)
@@ -64,7 +64,7 @@ def test_the_first_failing_rank_is_named_by_every_rank(
 
 @pytest.mark.slow
 def test_an_error_of_the_compile_backend_is_one_line(tmp_path: Path) -> None:
-    """Inductor and the pipeline stage wrap it in their own errors."""
+    """Inductor and the pipeline stage wrap it in other errors."""
     options = {"compile__enable": "True", "npu__bypass_codegen": "inductor", "training__local_batch_size": "2"}
     options["parallelism__pipeline_parallel_degree"] = "2"
     with start_ranks(tmp_path, fault="usage error in compile", **options) as ranks:
@@ -79,7 +79,7 @@ def losses(log: str) -> dict[int, float]:
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(mode: str, tmp_path: Path) -> None:
-    """The job resumes from there as if it had not stopped; the interval and the number of kept checkpoints hold."""
+    """The job resumes from there as if it had not stopped; the interval and the number of saved checkpoints hold."""
     options = {"training__steps": "40", "metrics__disable_color_printing": "True"}
     saved = {"checkpoint__enable": "True", "checkpoint__interval": "2", "checkpoint__keep_latest_k": "2"}
     saved["checkpoint__async_mode"] = mode

@@ -89,13 +89,13 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def assert_equal(
-    ours: tuple[torch.optim.Optimizer, list[torch.nn.Parameter]],
-    theirs: tuple[torch.optim.Optimizer, list[torch.nn.Parameter]],
+    swapping: tuple[torch.optim.Optimizer, list[torch.nn.Parameter]],
+    plain: tuple[torch.optim.Optimizer, list[torch.nn.Parameter]],
 ) -> None:
     """Check that parameters and states are bit-identical, with NaN at the same positions."""
-    mine, reference = ours[0].state_dict()["state"], theirs[0].state_dict()["state"]
+    mine, reference = swapping[0].state_dict()["state"], plain[0].state_dict()["state"]
     assert mine.keys() == reference.keys(), (mine.keys(), reference.keys())
-    pairs = [(f"parameter {i}", p, q) for i, (p, q) in enumerate(zip(ours[1], theirs[1], strict=True))]
+    pairs = [(f"parameter {i}", p, q) for i, (p, q) in enumerate(zip(swapping[1], plain[1], strict=True))]
     for key, state in reference.items():
         assert mine[key].keys() == state.keys()
         pairs += [(f"{name} of parameter {key}", mine[key][name], value) for name, value in state.items()]

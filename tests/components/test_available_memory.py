@@ -26,7 +26,7 @@ def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
     write_group(tmp_path / "a/b/c", {"memory.max": 550, "memory.current": 600, "memory.stat": "active_file 10"})
     assert list(_groups(tmp_path, "0::/a/b/c\n")) == [(550, 0), (1000, 450)]
     assert list(_groups(tmp_path, "0::/a/b\n")) == [(1000, 450)]
-    # in a container the path may be that outside, and the root is the container's own group
+    # in a container the path may be that outside, and the root is the container's group
     write_group(tmp_path, {"memory.max": 700, "memory.current": 100, "memory.stat": stat})
     assert list(_groups(tmp_path, "0::/not/seen/here\n")) == [(700, 650)]
 

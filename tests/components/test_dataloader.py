@@ -76,7 +76,7 @@ def take(iterators: list[Iterator], accumulate: int) -> torch.Tensor:
 
 
 def reference(corpus: str, dataset: str, n: int, infinite: bool = True) -> torch.Tensor:
-    """Return the first ``n`` samples of TorchTitan's own stream."""
+    """Return the first ``n`` samples of TorchTitan's stream."""
     stream = text_datasets.HuggingFaceTextDataset(dataset, corpus, TOKENIZER, SEQ_LEN, infinite=infinite)
     samples = [torch.cat([inputs["input"], labels[-1:]]) for (inputs, labels), _ in zip(stream, range(n), strict=False)]
     return torch.stack(samples)
@@ -135,9 +135,9 @@ def test_without_repetition_all_ranks_end_at_the_same_batch_and_resume_there(
     iterator = iter(loader)
     for _ in range(consumed):
         next(iterator)
-    rest = build_text_dataloader(dp, 0, TOKENIZER, job(corpus, dataset, local), infinite=False)
-    rest.load_state_dict(loader.state_dict())
-    assert sum(1 for _ in rest) == batches - consumed
+    remaining = build_text_dataloader(dp, 0, TOKENIZER, job(corpus, dataset, local), infinite=False)
+    remaining.load_state_dict(loader.state_dict())
+    assert sum(1 for _ in remaining) == batches - consumed
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -178,9 +178,9 @@ def test_every_validation_sees_the_same_batches(corpus: str, infinite: bool) -> 
 def test_batches_of_the_shipped_corpus_equal_those_of_upstream_on_one_rank() -> None:
     config = job(None, "tiny_corpus", local=4)
     config.training.seq_len = 256
-    ours = iter(build_text_dataloader(1, 0, TOKENIZER, config))
-    theirs = iter(text_datasets.build_text_dataloader(1, 0, TOKENIZER, config))
-    assert take([ours], 20).equal(take([theirs], 20))
+    independent = iter(build_text_dataloader(1, 0, TOKENIZER, config))
+    titan = iter(text_datasets.build_text_dataloader(1, 0, TOKENIZER, config))
+    assert take([independent], 20).equal(take([titan], 20))
 
 
 def test_without_the_option_torchtitans_loaders_are_used(corpus: str) -> None:
@@ -191,15 +191,15 @@ def test_without_the_option_torchtitans_loaders_are_used(corpus: str) -> None:
 
 
 def test_a_checkpoint_of_torchtitans_loader_is_an_error(corpus: str, tmp_path: Path) -> None:
-    theirs = text_datasets.build_text_dataloader(1, 0, TOKENIZER, job(corpus))
-    next(iter(theirs))
-    ours = build_text_dataloader(1, 0, TOKENIZER, job(corpus))
+    titan = text_datasets.build_text_dataloader(1, 0, TOKENIZER, job(corpus))
+    next(iter(titan))
+    independent = build_text_dataloader(1, 0, TOKENIZER, job(corpus))
     with pytest.raises(UsageError, match=r"npu\.layout_independent_data = false.*exclude_from_loading"):
-        ours.load_state_dict(theirs.state_dict())
+        independent.load_state_dict(titan.state_dict())
     # DCP itself raises for the missing key, whose name is that of the option
-    dcp.save({"dataloader": theirs}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"dataloader": titan}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointException, match=r"dataloader\.layout_independent_data"):
-        dcp.load({"dataloader": ours}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"dataloader": independent}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_a_position_in_another_dataset_is_an_error(corpus: str) -> None:
@@ -211,7 +211,7 @@ def test_a_position_in_another_dataset_is_an_error(corpus: str) -> None:
 
 
 def test_more_than_one_worker_is_an_error(corpus: str) -> None:
-    """TorchTitan's own entry, which has no preflight, must not train on every sample twice."""
+    """TorchTitan's entry, which has no preflight, must not train on every sample twice."""
     for build in (build_text_dataloader, build_text_validation_dataloader):
         with pytest.raises(UsageError, match=r"\.dataloader\.num_workers is 2; it must be 0 or 1"):
             build(1, 0, TOKENIZER, job(corpus, num_workers=2))

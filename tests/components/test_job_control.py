@@ -380,7 +380,7 @@ class TestStall:
         assert monitor._beat_now.stalled_s > 4 * self.LIMITS.train and not exit_codes
 
     @pytest.mark.parametrize(
-        ("own", "phase", "hangs"),
+        ("first_phase", "phase", "hangs"),
         [
             ("training", "training", False),
             ("training", "loading data", True),
@@ -388,13 +388,13 @@ class TestStall:
             (PHASES[-1], PHASES[-1], False),
         ],
     )
-    def test_two_ranks(self, own: str, phase: str, hangs: bool, start: Start, exit_codes: list[int]) -> None:
+    def test_two_ranks(self, first_phase: str, phase: str, hangs: bool, start: Start, exit_codes: list[int]) -> None:
         """In one phase both may run the same long call. If rank 1 is in an earlier phase, rank 0 waits for it."""
         store = HashStore()
         store.set("beat/1", beat(1, phase=phase, stalled_s=9.0).to_json())
         monitor = start(store, 0, 2, limits=self.LIMITS)
         monitor._check_neighbour = lambda _: None  # type: ignore[method-assign] # rank 1 has one heartbeat only
-        self.stall(monitor, 30 if hangs else 0.4, own)
+        self.stall(monitor, 30 if hangs else 0.4, first_phase)
         assert exit_codes == ([1] if hangs else [])
         if exit_codes:
             failure = RankFailure.from_json(store.get("failure"))

@@ -105,11 +105,11 @@ def test_a_reduction_is_left_for_later_only_if_that_sends_no_more(
 ) -> None:
     """Compare with the choice of least cost now, where that leaves dX Partial. The later reduction counts."""
 
-    def wanted(grad: Placements, left: Placements, right: Placements) -> bool:
+    def is_compared(grad: Placements, left: Placements, right: Placements) -> bool:
         """Exclude placements for which a CPU gathers, having no all-to-all. tests/contract has all placements."""
         return any(x.is_partial() for x in grad) and not any(x.is_shard() for x in (*grad, *right))
 
-    totals = ours_and_cheapest("cpu", mesh_shape, widths, wanted, samples)
+    totals = ours_and_cheapest("cpu", mesh_shape, widths, is_compared, samples)
     assert totals and all(our <= other for our, other in totals)
     if widths[0] > widths[1]:
         assert any(our < other for our, other in totals)

@@ -1,4 +1,4 @@
-"""Two layouts for which TorchTitan builds no FSDP mesh, and groups of their own on an NPU.
+"""Two layouts for which TorchTitan builds no FSDP mesh, and separate groups on an NPU.
 
 tests/planner/test_estimate.py has the groups of many layouts.
 """

@@ -37,7 +37,7 @@ class DeferredLinear(nn.Linear):
 
 
 def defer_output(model: Any) -> None:
-    """Let ``model``, or a pipeline stage, return hidden states in place of logits. Call it before parallelization."""
+    """Let ``model``, or a pipeline stage, return hidden states instead of logits. Call it before parallelization."""
     output = getattr(model, "output", None)
     if output is None:  # a pipeline stage other than the last
         return
@@ -80,7 +80,7 @@ class ChunkedLossPerToken(LossPerToken):
         DTensor, and every rank returns the same loss.
         """
         if isinstance(self.output, FSDPModule):
-            self.output.unshard()  # does nothing if FSDP has kept the weight after the forward pass
+            self.output.unshard()  # does nothing if FSDP has not freed the weight after the forward pass
         weight, shard = self.output.weight, None
         if isinstance(weight, DTensor):
             shard = VocabularyShard.from_weight(weight)

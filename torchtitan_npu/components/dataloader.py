@@ -114,7 +114,7 @@ class SampleStream(HuggingFaceTextDataset):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # A Hugging Face stream ignores a position in another epoch than its own, which TorchTitan leaves at 0.
+        # A Hugging Face stream ignores a position in another epoch than the current one, which TorchTitan leaves at 0.
         if isinstance(self._data, HuggingFaceStream):
             self._data.set_epoch(state_dict["data"]["epoch"])
 
@@ -130,7 +130,7 @@ class RankBatches(IterableDataset):
     ) -> None:
         self.samples = samples
         self.global_size = dp_world_size * local_batch_size
-        self.ours = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+        self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, bytes]]:
         samples = iter(self.samples)
@@ -138,7 +138,7 @@ class RankBatches(IterableDataset):
             batch, read = [], 0
             for index, sample in enumerate(islice(samples, self.global_size)):
                 read += 1
-                if index in self.ours:
+                if index in self.local:
                     batch.append(sample)
             if read < self.global_size:
                 return  # too few samples for a batch on every rank: all stop here
@@ -190,9 +190,9 @@ class LayoutIndependentDataLoader(BaseDataLoader):
                 f"degree only: npu.layout_independent_data = false continues there, {RESTART_HINT}"
             )
         try:
-            theirs, ours = load_plain(state_dict[STATE])["source"], self.source
+            saved = load_plain(state_dict[STATE])["source"]
         except pickle.UnpicklingError as error:
             raise UsageError(f"the checkpoint's data position is not plain data: {error}") from error
-        if theirs != ours:
-            raise UsageError(f"the checkpoint has a position in {theirs}, the job reads {ours}: {RESTART_HINT}")
+        if saved != self.source:
+            raise UsageError(f"the checkpoint has a position in {saved}, the job reads {self.source}: {RESTART_HINT}")
         self._position = state_dict[STATE]

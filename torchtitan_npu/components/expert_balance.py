@@ -39,7 +39,7 @@ def balance_experts(optimizers: OptimizersContainer, model_parts: list[nn.Module
 
 @torch.no_grad()
 def update_expert_biases(blocks: list[Any], parallel_dims: ParallelDims) -> None:
-    """Raise the bias of experts with fewer tokens than the mean, lower that of the others, and reset the counts."""
+    """Raise the bias of experts with fewer tokens than the mean, lower that of experts with more, reset the counts."""
     sum_over_tensor_parallel([block.moe for block in blocks if hasattr(block.moe, "counts_mesh")])
     # (layers, num_experts)
     counts = torch.vstack([block.moe.tokens_per_expert for block in blocks])

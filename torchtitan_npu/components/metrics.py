@@ -40,7 +40,7 @@ class MetricsProcessor(TitanMetricsProcessor):
     """
 
     replay: Replayer | None = None
-    """Counts the choices that a record has replaced."""
+    """Counts the decisions that a record has replaced."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
         # not TorchTitan's constructor: it takes an NPU for an A100, and warns

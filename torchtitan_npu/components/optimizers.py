@@ -44,7 +44,7 @@ class SwappableOptimizers:
 
     def swaps(self, model_parts: list[nn.Module], config: Any) -> bool:
         """Return whether the job asks for states in host memory, and the parameters are on a device."""
-        if not getattr(config, "swap", False):  # TorchTitan's own entry has a config without it
+        if not getattr(config, "swap", False):  # TorchTitan's entry has a config without it
             return False
         if not self.dry_run and all(p.device.type == "cpu" for part in model_parts for p in part.parameters()):
             logger.info("optimizer.swap has no effect: the parameters are on the CPU, and so are the states")
@@ -53,7 +53,7 @@ class SwappableOptimizers:
 
 
 def adapted_optimizers(build: OptimizersBuilder) -> OptimizersBuilder:
-    """Return this package's builder in place of TorchTitan's two, and any other unchanged."""
+    """Return this package's builder instead of TorchTitan's two, and any other unchanged."""
     if build in (titan.build_optimizers, titan.build_optimizers_with_moe_load_balancing):
         return SwappableOptimizers(balances_experts=build is not titan.build_optimizers)
     return build

@@ -36,7 +36,7 @@ def profile_npu(
         "level1": npu.ProfilerLevel.Level1,
         "level2": npu.ProfilerLevel.Level2,
     }
-    # level 0 has no metrics of the cores, and torch_npu warns about its own default
+    # level 0 has no metrics of the cores, and torch_npu warns about its default
     metrics = npu.AiCMetrics.AiCoreNone if config.npu_level == "level0" else npu.AiCMetrics.PipeUtilization
     folder = os.path.join(base_folder, config.save_traces_folder, leaf_folder)
     logger.info(f"Profiling rank {rank} every {config.profile_freq} steps. Traces will be saved at {folder}")

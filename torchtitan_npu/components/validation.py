@@ -33,7 +33,7 @@ class Validator(TitanValidator):
     build_dataloader = staticmethod(build_text_validation_dataloader)
 
     def __init__(self, job_config: JobConfig, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any):
-        # not TitanValidator.__init__: it builds TorchTitan's data loader, which knows its own datasets only
+        # not TitanValidator.__init__: it builds TorchTitan's data loader, which knows TorchTitan's datasets only
         BaseValidator.__init__(self, job_config)
         self.tokenizer = tokenizer
         for name, value in attributes.items():  # TorchTitan's keyword arguments are what validate() reads
@@ -113,7 +113,7 @@ class Validator(TitanValidator):
         extra_inputs: dict[str, torch.Tensor],
         extra_kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        """Return the sum of the losses of all microbatches on the last stage, -1 on the others."""
+        """Return the sum of the losses of all microbatches on the last stage, -1 on other stages."""
         assert self.pp_schedule is not None
         first = (inputs,) if self.pp_has_first_stage else ()
         extra = extra_inputs if self.pp_has_first_stage else {}

@@ -44,7 +44,7 @@ def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | No
 
 
 CHECKPOINTING = {checkpoint_wrapper: _checkpoint_wrapper}
-"""What a parallel plan calls in place of torch's wrapper."""
+"""What a parallel plan calls instead of torch's wrapper."""
 
 
 def _contexts(
@@ -86,7 +86,7 @@ def with_npu_operators(policy: Policy) -> Policy:
     aten = torch.ops.aten
 
     def extended(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func == aten.matmul.default and args[1].dim() == 2:  # others are batched, as aten.bmm
+        if func == aten.matmul.default and args[1].dim() == 2:  # else batched, as aten.bmm
             return policy(context, aten.mm.default, *args)
         name = func.name().partition(".")[0]
         if name == "npu::npu_grouped_matmul":

@@ -89,8 +89,9 @@ def initialize_as_one_rank(unsharded: nn.Module | None, parts: list[Any]) -> Non
 
         return init_weights
 
-    for part in parts if unsharded is not None else []:
-        part.init_weights = as_one_rank(part, unsharded, part.init_weights)
+    if unsharded is not None:
+        for part in parts:
+            part.init_weights = as_one_rank(part, unsharded, part.init_weights)
 
 
 def _shards_like(tensor: Any, value: torch.Tensor) -> Any:

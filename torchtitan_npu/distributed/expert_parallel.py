@@ -42,7 +42,7 @@ from torchtitan_npu.titan_internals.rebind import refers_to
 
 
 def fused_styles(plan: ParallelizeFunction, model: nn.Module) -> dict[type[ExpertParallel], type[NpuExpertParallel]]:
-    """Return what ``plan`` uses in place of TorchTitan's styles: :data:`STYLES` if ``npu_permute`` converted ``model``.
+    """Return what ``plan`` uses instead of TorchTitan's styles: :data:`STYLES` if ``npu_permute`` converted ``model``.
 
     TorchTitan's need its order of tokens, and on other devices than GPUs Triton.
     """

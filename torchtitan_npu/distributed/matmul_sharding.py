@@ -6,7 +6,7 @@ DTensor as one of them. Other backends decompose them before DTensor, and nothin
 The strategy is chosen among all valid placements (``matmul_placements``) over all mesh dimensions. Present placements
 that are valid stay. Else the criteria are, in this order: communication by DTensor's estimate, the number of changed
 placements (a slice is free but changes where the result is), memory, position in the list. All ranks choose the same,
-because they share the shapes, the placements and the mesh. DTensor caches the choice.
+because they share the shapes, the placements and the mesh. DTensor caches the strategy.
 
 A gradient that is ``Partial`` can stay so at no cost now, but then the input's gradient is ``Partial`` and has to be
 reduced later. DeepSeek's latent projections meet this in every layer, and their input is several times wider than
@@ -54,7 +54,7 @@ def use_matmul_sharding(mesh: DeviceMesh, enabled: bool) -> None:
     """Let DTensor shard the two operators on ``mesh`` by these strategies, or if not ``enabled``, by those it had.
 
     Registered on first use. They apply to meshes of such jobs and delegate other calls to the strategy registered
-    before, which is torch_npu's on an NPU. A second job on an equal mesh may change the choice; but an autograd thread
+    before, which is torch_npu's on an NPU. A second job on an equal mesh may change the option; but an autograd thread
     of a device keeps the decisions that it has cached for the first.
     """
     if enabled:

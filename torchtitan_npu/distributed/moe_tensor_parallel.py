@@ -50,7 +50,7 @@ def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelD
 
 
 def sequence_parallel_moe(model: nn.Module) -> Callable[..., None]:
-    """Return what the plan of ``model`` calls in place of ``apply_moe_ep_tp``."""
+    """Return what the plan of ``model`` calls instead of ``apply_moe_ep_tp``."""
     # it names the experts' styles; there is no argument for them
     apply_to_experts = copy_with_globals(apply_moe_ep_tp, fused_styles(apply_moe_ep_tp, model))  # type: ignore[arg-type]
 
@@ -105,9 +105,9 @@ def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: b
         moe.reorderer.batch = args[0].shape[0]  # type: ignore[assignment]  # (batch, sequence, dim)
 
     def sum_gradient_of_scores(router: nn.Module, args: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        top_scores, *others = outputs
+        top_scores, *further = outputs
         scores = DTensor.from_local(top_scores, tp_mesh, [Replicate()], run_check=False)
-        return (scores.to_local(grad_placements=[Partial()]), *others)
+        return (scores.to_local(grad_placements=[Partial()]), *further)
 
     for moe in (module for module in model.modules() if isinstance(module, MoE)):
         if tokens_are_split:
@@ -118,7 +118,7 @@ def fix_moe_gradients(model: nn.Module, tp_mesh: DeviceMesh, tokens_are_split: b
 
 
 class SplitBySequence(ParallelStyle):
-    """In place of TorchTitan's ``ReordererSequenceParallel``, which splits batch and sequence as one dimension."""
+    """Replaces TorchTitan's ``ReordererSequenceParallel``, which splits batch and sequence as one dimension."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank, ranks = device_mesh.get_local_rank(), device_mesh.size()
@@ -139,4 +139,4 @@ class SplitBySequence(ParallelStyle):
 
 
 SPLITTING_BY_SEQUENCE = {ReordererSequenceParallel: SplitBySequence}
-"""The style that a parallel plan uses in place of TorchTitan's."""
+"""The style that a parallel plan uses instead of TorchTitan's."""

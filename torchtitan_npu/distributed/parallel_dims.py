@@ -8,8 +8,8 @@ Faults of TorchTitan 0.2.2:
 - Replicas of a tensor- or pipeline-parallel model. TorchTitan's DDP takes no model that is parallel otherwise. HSDP
   with one shard per replica does the same work.
 - Mesh dimensions over all ranks use the default process group. If EP and FSDP both span all ranks, their collectives
-  queue on one communicator: an all-to-all waits for the gather of the next layer. On an NPU, EP gets its own group, and
-  so does each dimension with its own size of HCCL's buffers.
+  queue on one communicator: an all-to-all waits for the gather of the next layer. On an NPU, EP gets a separate group,
+  and so does each dimension with another size of HCCL's buffers.
 
 Delete the first two parts when TorchTitan keeps ``fsdp`` meshes of size one and uses HSDP for such replicas, the third
 when it takes a backend or options for each mesh dimension.
@@ -37,7 +37,7 @@ class ParallelDims(TitanParallelDims):
     """TorchTitan's ParallelDims, with an FSDP mesh also for these two layouts, and groups for dimensions."""
 
     hccl_buffers: Mapping[str, int] = {}
-    """MiB of HCCL's buffers by mesh dimension, for those that have their own size."""
+    """MiB of HCCL's buffers by mesh dimension, for those with another size than the default."""
 
     @classmethod
     def from_titan(cls, dims: TitanParallelDims) -> ParallelDims:

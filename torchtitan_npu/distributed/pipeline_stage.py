@@ -69,21 +69,21 @@ class PipelineStage(TorchPipelineStage):
         fwd_chunk_id: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
-        *others: Any,
+        *extra: Any,
         **more: Any,
     ) -> Any:
         with self.running(fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *others, **more)
+            return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *extra, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.running(bwd_chunk_id):  # a checkpointed block runs again here
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *others: Any, **more: Any
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, *extra: Any, **more: Any
     ) -> Any:
         with keeping_counts(self.submod):
-            return super()._prepare_forward_infra(num_microbatches, args, of_microbatch(0, kwargs), *others, **more)
+            return super()._prepare_forward_infra(num_microbatches, args, of_microbatch(0, kwargs), *extra, **more)
 
     def _to_tensor(self, arg: Any) -> torch.Tensor:
         tensor = super()._to_tensor(arg)

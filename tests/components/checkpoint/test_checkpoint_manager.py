@@ -126,7 +126,7 @@ def test_ranks_wait_for_work_on_files_in_groups_of_their_own(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_without_the_count_of_skipped_steps_is_loaded(job_folder: Path) -> None:
-    """TorchTitan's own have none."""
+    """TorchTitan's have none."""
     job = SmallJob(job_folder)
     job.state_dict = lambda: {"step": 0, "ntokens_seen": 0, "nonfinite_steps": 0}  # type: ignore[method-assign]
     assert job.resume().step == 6

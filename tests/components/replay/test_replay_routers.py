@@ -25,15 +25,15 @@ SETTINGS: list[dict[str, Any]] = [
 FUSED = SETTINGS[:2]
 
 
-class Given:
-    """A session whose decisions are given."""
+class Chosen:
+    """A session with these decisions."""
 
     runs_now = True
 
     def __init__(self, experts: Tensor) -> None:
         self.experts = experts
 
-    def choose(self, decisions: Any, own: Tensor, places: Tensor | None) -> Tensor:
+    def choose(self, decisions: Any, made: Tensor, query_positions: Tensor | None) -> Tensor:
         return self.experts.clone()
 
 
@@ -76,8 +76,8 @@ def test_scores_and_gradients_are_those_of_the_given_experts(settings: dict[str,
     router, replaying = routers(settings, fused)
     x = torch.randn(TOKENS, DIM)
     experts = torch.rand(TOKENS, EXPERTS).argsort(dim=1)[:, :TOP_K]
-    experts[0] = router(x)[1][0].flip(0)  # the router's own, in another order
-    replaying.decisions.session = Given(experts)
+    experts[0] = router(x)[1][0].flip(0)  # the router's experts, in another order
+    replaying.decisions.session = Chosen(experts)
     scores, used, counts = replaying(x)
     assert torch.equal(used, experts)
     assert torch.equal(counts.long(), torch.bincount(experts.flatten(), minlength=EXPERTS))
@@ -104,18 +104,18 @@ def test_compiled_routers_of_many_layers_share_their_graphs() -> None:
     graphs = CompileCounter()
     compiled = [torch.compile(layer, backend=graphs, fullgraph=True) for layer in layers]
     experts = [torch.rand(TOKENS, EXPERTS).argsort(dim=1)[:, :TOP_K] for _ in layers]
-    for layer, given in zip(layers, experts, strict=True):
-        layer.decisions.session = Given(given)
+    for layer, chosen in zip(layers, experts, strict=True):
+        layer.decisions.session = Chosen(chosen)
     used = [router(torch.randn(TOKENS, DIM))[1] for router in compiled]
     assert all(map(torch.equal, used, experts))
     assert graphs.frame_count == 1
 
 
 def test_absent_choices_are_counted_as_sets() -> None:
-    own = torch.tensor([[4, 1, 2], [0, 1, -1], [5, 6, 7]])
+    made = torch.tensor([[4, 1, 2], [0, 1, -1], [5, 6, 7]])
     recorded = torch.tensor([[2, 4, 1], [1, 3, -1], [0, 9, 7]])
-    assert count_absent(recorded, own) == 0 + 1 + 2
-    assert count_absent(recorded.int(), own) == 3
+    assert count_absent(recorded, made) == 0 + 1 + 2
+    assert count_absent(recorded.int(), made) == 3
 
 
 def test_a_router_with_its_own_forward_is_an_error() -> None:

@@ -68,7 +68,7 @@ def recorded(model: str, ranks: int = 1, layout: str = "{}", options: str = "{}"
 
 @functools.cache
 def random_record(model: str) -> tuple[Path, Record]:
-    """Return a record of one rank with random decisions in place of the model's, and the job that replays it."""
+    """Return a record of one rank with random decisions instead of the model's, and the job that replays it."""
     path, _ = recorded(model)
     copy, generator = folder(), np.random.default_rng(0)
     header = read_header(path)
@@ -79,12 +79,10 @@ def random_record(model: str) -> tuple[Path, Record]:
         (copy / f"step-{step}" / "rank-0.json").write_text(index.read_text())
         for kind, sizes in header["choices"].items():
             array = np.load(path / f"step-{step}" / f"rank-0.{kind}.npy")
-            for place in np.ndindex(array.shape[:3]):
-                seen = sizes["out_of"] if kind == EXPERTS else place[2] + 1
+            for at in np.ndindex(array.shape[:3]):
+                seen = sizes["out_of"] if kind == EXPERTS else at[2] + 1
                 chosen = generator.permutation(seen)[: array.shape[3]]
-                array[place] = np.pad(
-                    chosen, (0, array.shape[3] - len(chosen)), constant_values=-1 if kind == KEYS else 0
-                )
+                array[at] = np.pad(chosen, (0, array.shape[3] - len(chosen)), constant_values=-1 if kind == KEYS else 0)
             np.save(copy / f"step-{step}" / f"rank-0.{kind}.npy", array)
     return copy, train(model, 1, {}, {**VALIDATED, "replay.replay": str(copy)})[0]
 
@@ -167,7 +165,7 @@ def test_any_layout_trains_with_the_choices_of_one_ranks_record(
     assert actual.losses[1] == pytest.approx(expected.losses[1], rel=1e-5)  # after Adam's first step
     assert_same_gradients(actual, expected)
     assert_same_balance(actual, expected)
-    if "validation.enable" in options:  # with the model's own decisions
+    if "validation.enable" in options:  # with the model's decisions
         assert actual.validation == pytest.approx(expected.validation, rel=1e-5)
     for kind in read_header(path)["choices"]:
         counts = {tuple(record.metrics[f"replay/{kind}"]) for record in records}
@@ -238,7 +236,7 @@ def test_a_record_of_another_job_is_an_error(options: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "place", "values", "message"),
+    ("options", "kind", "index", "values", "message"),
     [
         ({}, EXPERTS, (0, 3, 5), [0, 1, 8], "layer 1 at position 5 .* are not all from 0 to 7"),
         slow({}, EXPERTS, (0, 3, 5), [7, 6, 7], "layer 1 at position 5 .* have an expert twice"),
@@ -247,13 +245,13 @@ def test_a_record_of_another_job_is_an_error(options: dict[str, Any], message: s
     ],
 )
 def test_choices_that_are_not_possible_are_errors(
-    options: dict[str, Any], kind: str, place: Any, values: list[int], message: str, tmp_path: Path
+    options: dict[str, Any], kind: str, index: Any, values: list[int], message: str, tmp_path: Path
 ) -> None:
     path, _ = recorded("deepseek_v32", options=json.dumps(options))
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "step-1" / f"rank-0.{kind}.npy"
     array = np.load(file)
-    array[place] = np.pad(values, (0, array.shape[3] - len(values)), constant_values=-1)
+    array[index] = np.pad(values, (0, array.shape[3] - len(values)), constant_values=-1)
     np.save(file, array)
     with pytest.raises(RankError, match=rf"replay\.replay: .*step-1/rank-0\.{kind}\.npy: the {kind} .* of {message}"):
         train("deepseek_v32", 1, {}, {**options, "replay.replay": str(tmp_path)})

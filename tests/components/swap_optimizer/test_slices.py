@@ -63,7 +63,7 @@ def test_a_large_parameter_has_equal_slices_and_small_ones_a_common_slice() -> N
     buckets = plan([group([100, 1_000_000, 100, 100])], MIB, 1.0)
     assert [len(bucket.offsets) for bucket in buckets] == [3, 1]
     assert [part.end - part.begin for part in buckets[1].slices] == [125_056] * 7 + [124_672]
-    assert buckets[1].slices[-1].segments[0].end == 1_000_000  # the rest is rounding
+    assert buckets[1].slices[-1].segments[0].end == 1_000_000  # the remaining elements are rounding
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,11 @@ def check_combination(pair: int, options: dict[str, Any], fraction: float) -> No
     """Check that both optimizers of the pair agree over 50 steps; the first one swaps."""
     parameters, copies = make_parameters(), make_parameters()
     common = {"lr": 1e-2, "weight_decay": 0.1, **options}
-    ours = PAIRS[pair][0](groups(parameters), slice_mib=SLICE_MIB, fraction=fraction, **common)
-    theirs = PAIRS[pair][1](groups(copies), **common)
-    train(ours, parameters, 0, STEPS)
-    train(theirs, copies, 0, STEPS)
-    assert_equal((ours, parameters), (theirs, copies))
+    swapping = PAIRS[pair][0](groups(parameters), slice_mib=SLICE_MIB, fraction=fraction, **common)
+    plain = PAIRS[pair][1](groups(copies), **common)
+    train(swapping, parameters, 0, STEPS)
+    train(plain, copies, 0, STEPS)
+    assert_equal((swapping, parameters), (plain, copies))
 
 
 @needs_device
@@ -66,15 +66,18 @@ def test_slices_that_overlap() -> None:
     torch.manual_seed(5)
     parameters = [torch.nn.Parameter(torch.randn(4096, 4096, device=DEVICE)) for _ in range(4)]
     copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    ours, theirs = SwapAdamW(parameters, lr=1e-2, fused=True, slice_mib=32), torch.optim.AdamW(copies, 1e-2, fused=True)
+    swapping, plain = (
+        SwapAdamW(parameters, lr=1e-2, fused=True, slice_mib=32),
+        torch.optim.AdamW(copies, 1e-2, fused=True),
+    )
     for _ in range(5):
         for parameter, copied in zip(parameters, copies, strict=True):
             parameter.grad = torch.randn_like(parameter)
             copied.grad = parameter.grad.clone()
         torch.get_device_module(DEVICE).synchronize()  # let the host run ahead of the device
-        ours.step()
-        theirs.step()
-    assert_equal((ours, parameters), (theirs, copies))
+        swapping.step()
+        plain.step()
+    assert_equal((swapping, parameters), (plain, copies))
 
 
 @needs_device
@@ -104,31 +107,31 @@ def test_device_memory(implementation: str, flags: dict[str, bool]) -> None:
 def test_a_step_that_raises_leaves_consistent_states() -> None:
     """The first group is updated, the second, where the error is, unchanged, and the optimizer is usable."""
     parameters, copies = make_parameters(), make_parameters()
-    ours = SwapAdamW(groups(parameters), lr=1e-2, fused=True, slice_mib=SLICE_MIB)
-    theirs = torch.optim.AdamW(groups(copies), lr=1e-2, fused=True)
-    train(ours, parameters, 0, 4)
-    train(theirs, copies, 0, 4)
-    betas = ours.param_groups[1]["betas"]
-    counts = {p: theirs.state[p]["step"].clone() for p in theirs.param_groups[1]["params"] if p in theirs.state}
-    for optimizer, mine in ((ours, parameters), (theirs, copies)):
+    swapping = SwapAdamW(groups(parameters), lr=1e-2, fused=True, slice_mib=SLICE_MIB)
+    plain = torch.optim.AdamW(groups(copies), lr=1e-2, fused=True)
+    train(swapping, parameters, 0, 4)
+    train(plain, copies, 0, 4)
+    betas = swapping.param_groups[1]["betas"]
+    counts = {p: plain.state[p]["step"].clone() for p in plain.param_groups[1]["params"] if p in plain.state}
+    for optimizer, mine in ((swapping, parameters), (plain, copies)):
         give_gradients(mine, 4, loop=False)
         optimizer.param_groups[1]["betas"] = ("no", "number")
         with pytest.raises(TypeError):
             optimizer.step()
         optimizer.param_groups[1]["betas"] = betas
     for parameter, count in counts.items():
-        # torch increments its step before the kernel raises; ours counts complete updates
-        theirs.state[parameter]["step"].copy_(count)
-    assert_equal((ours, parameters), (theirs, copies))
+        # torch increments its step before the kernel raises; swapping counts complete updates
+        plain.state[parameter]["step"].copy_(count)
+    assert_equal((swapping, parameters), (plain, copies))
     loaded = SwapAdamW(groups(parameters), lr=1e-2, fused=True, slice_mib=SLICE_MIB)
-    loaded.load_state_dict(copy.deepcopy(ours.state_dict()))
+    loaded.load_state_dict(copy.deepcopy(swapping.state_dict()))
     train(loaded, parameters, 5, 9)
-    train(theirs, copies, 5, 9)
-    assert_equal((loaded, parameters), (theirs, copies))
+    train(plain, copies, 5, 9)
+    assert_equal((loaded, parameters), (plain, copies))
 
 
 def test_an_update_that_raises() -> None:
-    """Slices before it are updated and stored; its own and the following are unchanged."""
+    """Slices before it are updated and stored; that slice and the following ones are unchanged."""
     states = [torch.full((1000,), float(number)) for number in range(6)]
 
     def update(copies: list[torch.Tensor]) -> None:
@@ -144,14 +147,14 @@ def test_an_update_that_raises() -> None:
 def test_a_parameter_whose_first_gradient_comes_late() -> None:
     """It starts from zero states, in a bucket with parameters that have been updated."""
     parameters, copies = ([torch.nn.Parameter(torch.ones(40)) for _ in range(2)] for _ in range(2))
-    ours, theirs = SwapAdamW(parameters, fused=True), torch.optim.AdamW(copies, fused=True)
+    swapping, plain = SwapAdamW(parameters, fused=True), torch.optim.AdamW(copies, fused=True)
     for number in range(4):
-        for both, optimizer in ((parameters, ours), (copies, theirs)):
+        for both, optimizer in ((parameters, swapping), (copies, plain)):
             both[0].grad = torch.full((40,), 1.0 + number)
             both[1].grad = torch.full((40,), 2.0) if number >= 2 else None
             optimizer.step()
-    assert_equal((ours, parameters), (theirs, copies))
-    assert [ours.state[p]["step"].item() for p in parameters] == [4, 2]
+    assert_equal((swapping, parameters), (plain, copies))
+    assert [swapping.state[p]["step"].item() for p in parameters] == [4, 2]
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])

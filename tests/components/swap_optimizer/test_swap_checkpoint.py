@@ -34,18 +34,18 @@ from torchtitan_npu.config.job_config import Optimizer
 
 def test_state_dicts_with_and_without_swap() -> None:
     copies = make_parameters()
-    theirs = torch.optim.AdamW(groups(copies), lr=1e-2, fused=True)
-    train(theirs, copies, 0, STEPS)
+    plain = torch.optim.AdamW(groups(copies), lr=1e-2, fused=True)
+    train(plain, copies, 0, STEPS)
     parameters = make_parameters()
     state: dict[str, Any] | None = None
     for number, cls in enumerate((SwapAdamW, torch.optim.AdamW, SwapAdamW)):
         options: dict[str, Any] = {"slice_mib": SLICE_MIB} if cls is SwapAdamW else {}
-        ours = cls(groups(parameters), lr=1e-2, fused=True, **options)
+        swapping = cls(groups(parameters), lr=1e-2, fused=True, **options)
         if state is not None:
-            ours.load_state_dict(state)
-        train(ours, parameters, STEPS * number // 3, STEPS * (number + 1) // 3)
-        state = copy.deepcopy(ours.state_dict())
-    assert_equal((ours, parameters), (theirs, copies))
+            swapping.load_state_dict(state)
+        train(swapping, parameters, STEPS * number // 3, STEPS * (number + 1) // 3)
+        state = copy.deepcopy(swapping.state_dict())
+    assert_equal((swapping, parameters), (plain, copies))
 
 
 TOTAL, SAVED = 8, 4
@@ -85,12 +85,12 @@ def load(job: Job, folder: Path) -> None:
     job[1].load_state_dict(state)
 
 
-def assert_equal_jobs(ours: Job, theirs: Job, swap: bool) -> None:
+def assert_equal_jobs(swapping: Job, plain: Job, swap: bool) -> None:
     """Check that parameters and states are bit-identical, with equal placements and swapped states on the host."""
-    mine, reference = ours[1].state_dict(), theirs[1].state_dict()
+    mine, reference = swapping[1].state_dict(), plain[1].state_dict()
     assert mine.keys() == reference.keys()
     pairs = [(key, mine[key], value) for key, value in reference.items() if isinstance(value, torch.Tensor)]
-    pairs += [("parameter", p, q) for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True)]
+    pairs += [("parameter", p, q) for p, q in zip(swapping[0].parameters(), plain[0].parameters(), strict=True)]
     for name, p, q in pairs:
         assert isinstance(p, DTensor) == isinstance(q, DTensor), name
         if isinstance(p, DTensor) and isinstance(q, DTensor):

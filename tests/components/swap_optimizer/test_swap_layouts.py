@@ -21,14 +21,16 @@ REAL_STEPS, STEPS = 2, 6
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that the local tensors are bit-identical, with equal placements."""
-    assert isinstance(ours, DTensor) == isinstance(theirs, DTensor)
-    if isinstance(ours, DTensor) and isinstance(theirs, DTensor):
-        assert (ours.device_mesh, ours.placements) == (theirs.device_mesh, theirs.placements)
-        ours, theirs = ours.to_local(), theirs.to_local()
+    assert isinstance(actual, DTensor) == isinstance(expected, DTensor)
+    if isinstance(actual, DTensor) and isinstance(expected, DTensor):
+        assert (actual.device_mesh, actual.placements) == (expected.device_mesh, expected.placements)
+        actual, expected = actual.to_local(), expected.to_local()
     # as integers: zeros have signs
-    torch.testing.assert_close(ours.reshape(-1).view(torch.int32), theirs.reshape(-1).view(torch.int32), rtol=0, atol=0)
+    torch.testing.assert_close(
+        actual.reshape(-1).view(torch.int32), expected.reshape(-1).view(torch.int32), rtol=0, atol=0
+    )
 
 
 def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, Any]) -> int:
@@ -63,12 +65,12 @@ def train_beside_plain(model: str, degrees: dict[str, int], options: dict[str, A
             container.step()
         for swapping, optimizer, part, copied in zip(container, plain, parameters, copies, strict=True):
             for parameter, copy in zip(part, copied, strict=True):
-                ours, theirs = swapping.state[parameter], optimizer.state[copy]
-                assert ours["step"] == theirs["step"] == STEPS
+                actual, expected = swapping.state[parameter], optimizer.state[copy]
+                assert actual["step"] == expected["step"] == STEPS
                 assert_same(parameter, copy)
-                assert ours.keys() == theirs.keys()
-                for name in ours:
-                    assert_same(ours[name], theirs[name])
+                assert actual.keys() == expected.keys()
+                for name in actual:
+                    assert_same(actual[name], expected[name])
         return len(container)
 
 

@@ -82,13 +82,13 @@ def encoder(folder: str, path: str = "") -> ChatEncoder:
 def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path, name: str, is_marked: bool) -> None:
     marked = re.sub("<<|>>", lambda mark: MARKS[mark[0]], TEMPLATES[name])
     plain = re.sub("<<|>>", "", TEMPLATES[name])
-    theirs = AutoTokenizer.from_pretrained(assets(tmp_path / "theirs", marked))
-    ours = encoder(assets(tmp_path / "ours", marked if is_marked else plain))
+    of_transformers = AutoTokenizer.from_pretrained(assets(tmp_path / "transformers", marked))
+    chat_encoder = encoder(assets(tmp_path / "encoder", marked if is_marked else plain))
     for messages in CHATS:
-        wanted = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-        tokens, is_learned = ours.encode({"messages": messages})
-        assert tokens.tolist() == wanted["input_ids"]
-        assert is_learned is not None and is_learned.astype(int).tolist() == wanted["assistant_masks"]
+        expected = of_transformers.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        tokens, is_learned = chat_encoder.encode({"messages": messages})
+        assert tokens.tolist() == expected["input_ids"]
+        assert is_learned is not None and is_learned.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_tools_are_rendered(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_tools_are_rendered(tmp_path: Path) -> None:
     )
     folder = assets(tmp_path, template)
     record: dict[str, Any] = {"messages": [{"role": "assistant", "content": "<a>"}], "tools": [{"name": "<é>"}]}
-    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         record["messages"], tools=record["tools"], return_dict=True
     )
-    assert encoder(folder).encode(record).tokens.tolist() == wanted["input_ids"]
+    assert encoder(folder).encode(record).tokens.tolist() == expected["input_ids"]
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:

@@ -117,10 +117,10 @@ def losses_of_conversations(model: str) -> list[tuple[float, float]]:
             for row, (ends,) in enumerate(inputs[DOCUMENT_ENDS].split(1)):
                 first = 0
                 for end in Documents.from_last_tokens(ends[None]).cu_seqlens_k.integers:
-                    place = (slice(row, row + 1), slice(first, end))
-                    if (labels[place] != IGNORE_INDEX).any():
-                        alone = losses({name: value[place] for name, value in inputs.items()}, labels[place])
-                        found.append((packed[place].sum().item(), alone.sum().item()))
+                    span = (slice(row, row + 1), slice(first, end))
+                    if (labels[span] != IGNORE_INDEX).any():
+                        alone = losses({name: value[span] for name, value in inputs.items()}, labels[span])
+                        found.append((packed[span].sum().item(), alone.sum().item()))
                     first = end
     return found
 

@@ -44,8 +44,8 @@ def test_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes
     path = tmp_path / "a.jsonl"
     rows = [{"text": text, "other": number} for number, text in enumerate(TEXTS)]
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    wanted = Dataset.from_json(str(path), cache_dir=str(tmp_path / "cache"))
-    assert records(open_files(str(path), ["text"], None, "key")) == wanted.to_list()
+    expected = Dataset.from_json(str(path), cache_dir=str(tmp_path / "cache"))
+    assert records(open_files(str(path), ["text"], None, "key")) == expected.to_list()
 
 
 @pytest.mark.parametrize("documents", ["line", "paragraph"])
@@ -53,8 +53,8 @@ def test_lines_and_paragraphs_of_text(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(files, "BLOCK_BYTES", 10)
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n\nthree has many words\nand lines\n\nfour")
-    wanted = Dataset.from_text(str(path), cache_dir=str(tmp_path / "cache"), sample_by=documents)["text"][:]
-    assert texts(path, documents) == [text for text in wanted if text]
+    expected = Dataset.from_text(str(path), cache_dir=str(tmp_path / "cache"), sample_by=documents)["text"][:]
+    assert texts(path, documents) == [text for text in expected if text]
     assert texts(path, "file") == [path.read_text()]
 
 
@@ -71,10 +71,10 @@ def test_blocks_have_every_line_once(tmp_path_factory: Any, lines: list[str], bl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "BLOCK_BYTES", block_bytes)
         file = TextLines(path, "text")
-        wanted = {number: line.strip("\r") for number, line in enumerate(content.split("\n"), 1) if line.strip()}
-        assert [record["text"] for record in records([file])] == [*wanted.values()]
-        places = [file.location(block, i) for block in range(len(file.sizes)) for i in range(len(file.read(block)))]
-        assert places == [f"{path}, line {number}" for number in wanted]
+        expected = {number: line.strip("\r") for number, line in enumerate(content.split("\n"), 1) if line.strip()}
+        assert [record["text"] for record in records([file])] == [*expected.values()]
+        locations = [file.location(block, i) for block in range(len(file.sizes)) for i in range(len(file.read(block)))]
+        assert locations == [f"{path}, line {number}" for number in expected]
         paragraphs = [p.strip("\n") for p in content.replace("\r", "").split("\n\n")]
         path.write_bytes(content.replace("\r", "").encode())
         read = records([TextParagraphs(path, "text")])
@@ -86,9 +86,9 @@ def test_parquet_and_datasets_on_disk(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
     Dataset.from_list(rows).save_to_disk(tmp_path / "folder")
     DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:3])}).save_to_disk(tmp_path / "both")
-    wanted = [row["text"] for row in rows]
+    expected = [row["text"] for row in rows]
     for path in ("a.parquet", "folder", "both/train"):
-        assert texts(tmp_path / path) == wanted
+        assert texts(tmp_path / path) == expected
         (file,) = open_files(str(tmp_path / path), ["number"], None, "key")
         assert records([file]) == [{"number": number} for number in range(2500)]
         block = len(file.sizes) - 1

@@ -48,7 +48,7 @@ def test_a_permutation_depends_on_every_seed_and_nothing_else() -> None:
 
 
 def test_every_place_is_as_likely() -> None:
-    """The place of record 0 among 10, over 20,000 seeds: a chi-square of 9 degrees of freedom."""
+    """The location of record 0 among 10, over 20,000 seeds: a chi-square of 9 degrees of freedom."""
     counts = np.bincount([permutation(10, seed).tolist().index(0) for seed in range(20_000)], minlength=10)
     assert ((counts - 2000) ** 2 / 2000).sum() < 33.7  # exceeded by one in 10,000 random permutations
 
@@ -74,8 +74,8 @@ def test_an_epoch_has_every_record_once_and_resumes_anywhere(
         assert read == lines if seed is None else sorted(read) == sorted(lines)
     at = data.draw(st.integers(0, 2 * total))
     assert [*islice(records.records(items[at][0]), total)] == items[at : at + total]
-    _, place, record = items[at]
-    assert records.files[place.file].read(place.block)[place.number] == record
+    _, location, record = items[at]
+    assert records.files[location.file].read(location.block)[location.number] == record
 
 
 def test_epochs_and_seeds_have_other_orders(tmp_path: Path) -> None:

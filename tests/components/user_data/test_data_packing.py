@@ -29,7 +29,7 @@ TOKENIZER = HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
 TEMPLATE = str(ASSETS / "chat/template.jinja")
 GLOBAL_BATCH = 12
 LAYOUTS = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1)]
-"""Data-parallel degree and local batch size; the rest of the global batch is accumulated."""
+"""Data-parallel degree and local batch size; the remaining part of the global batch is accumulated."""
 
 
 def job(dataset: str, path: str | list[str], **options: Any) -> JobConfig:
@@ -96,10 +96,10 @@ def named_job(name: str, **options: Any) -> JobConfig:
 
 @pytest.mark.parametrize("seq_len", [64, 1000])
 def test_texts_in_order_are_torchtitans_rows(seq_len: int) -> None:
-    ours = loaders(job("text", CORPUS, shuffle=False, training__seq_len=seq_len), 1, 1, infinite=False)[0]
-    theirs = text_datasets.HuggingFaceTextDataset("tiny_corpus", None, TOKENIZER, seq_len)
-    wanted = [({"input": inputs["input"][None]}, labels[None]) for inputs, labels in theirs]
-    assert stacked(rows(ours)).equal(stacked(wanted))
+    independent = loaders(job("text", CORPUS, shuffle=False, training__seq_len=seq_len), 1, 1, infinite=False)[0]
+    titan = text_datasets.HuggingFaceTextDataset("tiny_corpus", None, TOKENIZER, seq_len)
+    expected = [({"input": inputs["input"][None]}, labels[None]) for inputs, labels in titan]
+    assert stacked(rows(independent)).equal(stacked(expected))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -108,7 +108,7 @@ def test_texts_in_order_are_torchtitans_rows(seq_len: int) -> None:
 def test_a_job_resumes_on_another_layout(
     name: str, before: tuple[int, int], after: tuple[int, int], steps: int, workers: bool
 ) -> None:
-    wanted = stacked(rows(*loaders(named_job(name), 1, 1), count=(steps + 3) * GLOBAL_BATCH))
+    expected = stacked(rows(*loaders(named_job(name), 1, 1), count=(steps + 3) * GLOBAL_BATCH))
     saved = loaders(named_job(name), *before)
     iterators = [iter(loader) for loader in saved]
     seen = [step(iterators) for _ in range(steps)]
@@ -119,7 +119,7 @@ def test_a_job_resumes_on_another_layout(
     for loader in resumed:
         loader.load_state_dict(states[-1])
     iterators = [iter(loader) for loader in resumed]
-    assert torch.cat([*seen, *(step(iterators) for _ in range(3))]).equal(wanted)
+    assert torch.cat([*seen, *(step(iterators) for _ in range(3))]).equal(expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -144,12 +144,12 @@ def test_rows_of_conversations() -> None:
         first = 0
         while following is not None and first + len(following.tokens) - 1 <= 128:
             tokens, is_learned = torch.from_numpy(following.tokens).long(), torch.from_numpy(following.is_learned)
-            place = slice(first, first + len(tokens) - 1)
-            assert inputs["input"][0, place].equal(tokens[:-1])
-            assert labels[0, place].equal(tokens[1:].where(is_learned[1:], torch.tensor(IGNORE_INDEX)))
-            positions = positions_in_documents(inputs[DOCUMENT_ENDS])[0, place]
+            part = slice(first, first + len(tokens) - 1)
+            assert inputs["input"][0, part].equal(tokens[:-1])
+            assert labels[0, part].equal(tokens[1:].where(is_learned[1:], torch.tensor(IGNORE_INDEX)))
+            positions = positions_in_documents(inputs[DOCUMENT_ENDS])[0, part]
             assert positions.equal(torch.arange(len(tokens) - 1))
-            first, following = place.stop, next(waiting, None)
+            first, following = part.stop, next(waiting, None)
         assert first > 0
         assert (labels[0, first:] == IGNORE_INDEX).all() and (inputs["input"][0, first:] == TOKENIZER.eos_id).all()
         assert inputs[DOCUMENT_ENDS][0, first:].sum() == (first < 128)
@@ -161,9 +161,9 @@ def test_validation_data_is_not_shuffled_and_the_same_every_time() -> None:
     config.validation.dataset, config.validation.dataset_path, config.validation.seq_len = "text", CORPUS, 64
     config.validation.local_batch_size = 2
     loader = build_text_validation_dataloader(1, 0, TOKENIZER, config, True)
-    wanted = stacked(rows(*loaders(named_job("text in order"), 1, 1), count=6))
+    expected = stacked(rows(*loaders(named_job("text in order"), 1, 1), count=6))
     for _ in range(2):
-        assert stacked([*islice(loader, 3)]).equal(wanted)
+        assert stacked([*islice(loader, 3)]).equal(expected)
 
 
 def test_a_position_in_other_data_is_an_error(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_a_bad_record_is_named_or_skipped(tmp_path: Path, workers: int, caplog: 
     messages = [record.message for record in caplog.records if "Skipped" in record.message]
     assert len(messages) == 2 and "line 2: no string" in messages[0] and "line 4: not JSON" in messages[1]
     path.write_text('{"text": "fine"}\n{"text": "fine too"}\n')
-    wanted = rows(*loaders(job("text", str(path), **options), 1, 1, infinite=False))
-    assert stacked(skipping).equal(stacked(wanted))
+    expected = rows(*loaders(job("text", str(path), **options), 1, 1, infinite=False))
+    assert stacked(skipping).equal(stacked(expected))
 
 
 def test_data_without_a_record_to_use_is_an_error_and_not_endless(tmp_path: Path) -> None:

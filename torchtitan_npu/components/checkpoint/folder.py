@@ -1,7 +1,7 @@
 """The checkpoints in a job's folder: their names, order and manifests, and what a kill has left behind.
 
-``manifest.json`` is the last file of a checkpoint that is written: names, sizes and checksums of the others. A folder
-with a manifest is complete.
+``manifest.json`` is the last file of a checkpoint that is written: names, sizes and checksums of the other files. A
+folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SavedCheckpoint:
     path: Path
     step: int
     manifest: Manifest | None
-    """None if it was written without one, by TorchTitan's own entry, or if the manifest is damaged."""
+    """None if it was written without one, by TorchTitan's entry, or if the manifest is damaged."""
     sequence: float
     """Orders the checkpoints of a folder by the time they were written. A seed checkpoint, step 0, is the first."""
     damage: str = ""

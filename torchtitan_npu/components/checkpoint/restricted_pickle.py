@@ -50,7 +50,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def _enum_member(owner: Any, name: str) -> Enum:
-    """Take the place of ``getattr``, which Python 3.11.2 calls to unpickle a member of an enum."""
+    """Replace ``getattr``, which Python 3.11.2 calls to unpickle a member of an enum."""
     if not (isinstance(owner, type) and issubclass(owner, Enum)):
         raise pickle.UnpicklingError(f"it reads the attribute {name} of something that is not an enum")
     return owner[name]

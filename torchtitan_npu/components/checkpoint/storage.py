@@ -120,7 +120,7 @@ class ChecksumFileSystem(FileSystem):
                 with ThreadPoolExecutor(max_workers=1) as thread:
                     with_checksum = ChecksumStream(stream, thread)
                     yield with_checksum
-        except RuntimeError as error:  # after an error of the stream, such as a full disk, torch.save raises its own
+        except RuntimeError as error:  # after an error of the stream, such as a full disk, torch.save raises another
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -178,7 +178,7 @@ class CheckpointReader(FileSystemReader):
 
 
 OPTIONAL = {"train_state.nonfinite_steps"}
-"""Entries that checkpoints of TorchTitan itself do not have. The job keeps its own value."""
+"""Entries that TorchTitan's checkpoints do not have. The value of the job stays."""
 
 
 class PlainDataPlanner(DefaultLoadPlanner):

@@ -197,7 +197,7 @@ class StallTimer:
 
 
 def ranks_behind(beats: list[Heartbeat]) -> list[Heartbeat]:
-    """Return the ranks that the others wait for; an empty list if no rank is known to wait.
+    """Return the ranks that other ranks wait for; an empty list if no rank is known to wait.
 
     They are in the earliest phase. Of several, they are those outside ``LIBRARIES``, unless all or none are.
     """
@@ -210,7 +210,7 @@ def ranks_behind(beats: list[Heartbeat]) -> list[Heartbeat]:
 
 
 def stall_failure(beats: list[Heartbeat]) -> RankFailure:
-    """Return the failure of the rank that the others wait for, or of the first one if none is behind."""
+    """Return the failure of the rank that other ranks wait for, or of the first one if none is behind."""
     behind = ranks_behind(beats)
     chosen, *also = behind or beats
     what = f"hangs: no progress for {chosen.stalled_s:.0f} s in {chosen.where}"

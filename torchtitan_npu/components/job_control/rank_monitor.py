@@ -1,4 +1,4 @@
-"""Watch the ranks of a job: name the first one that fails or hangs, and end the others.
+"""Watch the ranks of a job: name the first one that fails or hangs, and end the remaining ones.
 
 Each rank has a thread that writes a heartbeat to torchrun's store every second, with its step, its phase and how long
 its main thread has been in one call. It finds four faults:
@@ -136,7 +136,7 @@ class RankMonitor:
         write_error_file(message, exit_code)
 
     def finish(self) -> None:
-        """Wait until all ranks have trained their last step. Until then, others find a rank that hangs or ends."""
+        """Wait until all ranks have trained their last step. Until then, other ranks find one that hangs or ends."""
         self._store.add("finished", 1)
         while self._store.add("finished", 0) < self._world_size:
             self._check_thread()

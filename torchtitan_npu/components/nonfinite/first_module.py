@@ -113,7 +113,7 @@ class ModuleWatch:
         finding = NonfiniteTensor(BACKWARD, microbatch, -stage, self._order, self._rank, what)
         address = local(gradient).data_ptr()
         if self.first and self._last_gradient == (self._order - 1, address):
-            # One tensor can be the output of a module and the input of others: the innermost of those made its gradient
+            # a tensor can be the output of a module and the input of several: the innermost of those made its gradient
             self.first = replace(self.first, what=what) if side == "input" else self.first
             self._last_gradient = self._order, address
         elif self.first is None or finding < self.first:

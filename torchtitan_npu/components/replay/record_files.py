@@ -59,7 +59,7 @@ def width(kind_header: Any) -> int:
 
 
 def dtype(kind: str, out_of: int) -> np.dtype:
-    """Return the smallest type that holds every choice out of ``out_of``, and for keys also ``NONE``."""
+    """Return the smallest type that holds every decision out of ``out_of``, and for keys also ``NONE``."""
     if kind == EXPERTS and out_of <= 2**8:
         return np.dtype("u1")
     return np.dtype("<i2" if out_of <= 2**15 else "<i4")

@@ -68,17 +68,17 @@ class Replayer(ReplaySession):
     def replays_now(self) -> bool:  # type: ignore[override]
         return self.runs_now
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
+    def choose(self, decisions: RoutingDecisions, made: Tensor, query_positions: Tensor | None) -> Tensor:
         tokens = len(self.positions_of(decisions))
-        values = by_sequence(own, tokens)
-        recorded = self._read(decisions, len(values), own.device)
+        values = by_sequence(made, tokens)
+        recorded = self._read(decisions, len(values), made.device)
         chosen = recorded
         if query_positions is not None:
-            offset = self._positions(decisions, own.device) - query_positions
+            offset = self._positions(decisions, made.device) - query_positions
             chosen, values = shifted_keys(recorded, -offset), shifted_keys(values, offset)
         if self.owns(decisions) and not in_backward_pass():
             self._count(decisions, values, recorded)
-        return chosen.reshape(own.shape).to(own.dtype)
+        return chosen.reshape(made.shape).to(made.dtype)
 
     def recorded(self, decisions: RoutingDecisions, query_positions: Tensor) -> Tensor:
         keys = self._read(decisions, len(query_positions), query_positions.device)
@@ -104,7 +104,7 @@ class Replayer(ReplaySession):
         return self._last[1]
 
     def _check(self, decisions: RoutingDecisions, values: np.ndarray, part: slice, positions: np.ndarray) -> None:
-        """Raise if a choice is not possible: it would train a wrong model.
+        """Raise if a decision is not possible: it would train a wrong model.
 
         ``values`` (sequences, tokens, width) are those of ``part`` of the batch, at ``positions`` of each sequence.
         """
@@ -127,9 +127,9 @@ class Replayer(ReplaySession):
             f"{name} {what}"
         )
 
-    def _count(self, decisions: RoutingDecisions, own: Tensor, recorded: Tensor) -> None:
+    def _count(self, decisions: RoutingDecisions, made: Tensor, recorded: Tensor) -> None:
         at = self.header["choices"][decisions.kind]["layers"].index(decisions.layer)
-        parts = (values.flatten(0, 1).split(max(1, SORTED_AT_ONCE // values.shape[-1])) for values in (own, recorded))
+        parts = (values.flatten(0, 1).split(max(1, SORTED_AT_ONCE // values.shape[-1])) for values in (made, recorded))
         for made, used in zip(*parts, strict=True):
             self.counted[decisions.kind][:, at] += torch.stack([count_absent(used, made), (used >= 0).sum()])
 
@@ -180,7 +180,7 @@ def first_problem(problems: dict[str, Any]) -> Problem:
 
 
 def has_duplicates(decisions: np.ndarray) -> Any:
-    """Return whether a token (sequences, tokens) has a choice twice. Negative numbers are no decisions."""
+    """Return whether a token (sequences, tokens) has a decision twice. Negative numbers are no decisions."""
     ordered = np.sort(decisions, axis=-1)
     return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(axis=-1)
 

@@ -99,7 +99,7 @@ class ReplaySession:
         """Start a forward and backward pass on ``tokens`` (bsz, seqlen).
 
         ``positions`` (bsz, tokens of this rank) are those of context parallel. ``document_ends`` (bsz, seqlen) marks
-        the last tokens of documents, if tokens attend only to their own document.
+        the last tokens of documents, if tokens attend only to their document.
         """
         if not self.step:  # a dry run, without values
             return
@@ -140,8 +140,8 @@ class ReplaySession:
     replays_now = False
     """True if the decisions of the current batch are those of a record."""
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
-        """Return the decisions to use in place of ``own``: see :meth:`RoutingDecisions.forward`."""
+    def choose(self, decisions: RoutingDecisions, made: Tensor, query_positions: Tensor | None) -> Tensor:
+        """Return the decisions to use in place of ``made``: see :meth:`RoutingDecisions.forward`."""
         raise NotImplementedError
 
     def recorded(self, decisions: RoutingDecisions, query_positions: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class ReplaySession:
 
 
 Layers = dict[str, dict[int, tuple[int, int]]]
-"""For each kind of choice, (number of decisions, out of how many) by layer."""
+"""For each kind of decision, (number of decisions, out of how many) by layer."""
 
 
 def layers_of(decisions: Sequence[RoutingDecisions]) -> Layers:
@@ -195,7 +195,7 @@ def shifted_keys(keys: Tensor, by: Tensor) -> Tensor:
 
 
 class Recorder(ReplaySession):
-    """Write the decisions of every training step. They are not kept in memory."""
+    """Write the decisions of every training step. They do not stay in memory."""
 
     writer: StepWriter | None = None
     is_recording = False
@@ -247,10 +247,10 @@ class Recorder(ReplaySession):
             self.writer = StepWriter(step_folder(self.folder, self.step), self.rank, self.ranks, rows, kinds)
         self.writer.sequences += [name for name, _ in self.sequences]
 
-    def choose(self, decisions: RoutingDecisions, own: Tensor, query_positions: Tensor | None) -> Tensor:
+    def choose(self, decisions: RoutingDecisions, made: Tensor, query_positions: Tensor | None) -> Tensor:
         if self.writer is not None and self.owns(decisions) and not in_backward_pass():
             positions = self.positions_of(decisions)
-            values = by_sequence(own, len(positions))
+            values = by_sequence(made, len(positions))
             if query_positions is not None:
                 offset = torch.as_tensor(positions, device=query_positions.device) - query_positions
                 values = shifted_keys(values, offset)
@@ -258,7 +258,7 @@ class Recorder(ReplaySession):
             first = self.first_row + self.rows(len(values)).start
             narrow = values[..., : part.width].cpu().numpy().astype(part.dtype)
             self.writer.write(decisions.kind, decisions.layer, first, narrow)
-        return own.clone()
+        return made.clone()
 
     def end_step(self) -> None:
         self.is_recording = False

@@ -127,7 +127,7 @@ def _slice_numel(group: dict[str, Any], dtype: torch.dtype, slice_bytes: int) ->
     """Return the elements of a slice, such that ``BUFFERS`` slices and the temporaries of one update fit the budget.
 
     The fused update creates a step count for each parameter, of which a slice has at most one in ``ALIGNMENT``
-    elements. The others have at most three temporaries of the slice's size at once: the gradient with its decay or
+    elements. Other updates have at most three temporaries of the slice's size at once: the gradient with its decay or
     sign, the square root, and the quotient.
     """
     temporaries, count_bytes = (0, 4) if group["fused"] else (3, 0)
@@ -182,7 +182,7 @@ class SlicePipeline:
     def run(self, updates: list[SliceUpdate], meanwhile: Callable[[], None]) -> None:
         """Launch ``updates``, and call ``meanwhile`` while the first slice loads. The host waits for nothing.
 
-        If an update raises, the slices before it are stored; its own slice and the following ones are unchanged.
+        If an update raises, the slices before it are stored; that slice and the following ones are unchanged.
         """
         main = self.module.current_stream(self.device)
         # allocated on the main stream and freed to it after it has waited: no memory is held between runs

@@ -1,4 +1,4 @@
-"""torch's own Adam update on parts of parameters."""
+"""torch's Adam update on parts of parameters."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SwapStates(torch.optim.Adam):
 
     If an update raises, each slice's states are those before or after its update, never a mix, and ``step`` counts the
     complete updates of a parameter, so that a checkpoint saved then is consistent. As with torch's optimizers, some
-    parameters have been updated and others not; here a parameter may be updated in part.
+    parameters have been updated, not all; here a parameter may be updated in part.
     """
 
     def __init__(

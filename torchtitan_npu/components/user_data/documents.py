@@ -134,7 +134,7 @@ def _without_marks(text: str) -> tuple[str, Ranges]:
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes characters of HTML."""
+    """Jinja's filter escapes characters of HTML."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 
