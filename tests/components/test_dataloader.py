@@ -175,14 +175,6 @@ def test_every_validation_sees_the_same_batches(corpus: str, infinite: bool) -> 
         assert take([iterator], 3).equal(torch.cat([samples[2:4], samples[6:8], samples[10:12]]))
 
 
-def test_batches_of_the_shipped_corpus_equal_those_of_upstream_on_one_rank() -> None:
-    config = job(None, "tiny_corpus", local=4)
-    config.training.seq_len = 256
-    independent = iter(build_text_dataloader(1, 0, TOKENIZER, config))
-    titan = iter(text_datasets.build_text_dataloader(1, 0, TOKENIZER, config))
-    assert take([independent], 20).equal(take([titan], 20))
-
-
 def test_without_the_option_torchtitans_loaders_are_used(corpus: str) -> None:
     config = job(corpus, local=2, num_workers=2)
     config.npu.layout_independent_data = False

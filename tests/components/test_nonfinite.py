@@ -199,7 +199,9 @@ def run_saved_step(folder: Path, saved: Path) -> Any:
     """Return the finding of this rank in a new job with the weights, batch and random states of the step."""
     options = {"checkpoint.enable": True, "checkpoint.initial_load_path": str(saved / "weights")}
     with recording(job_config("llama3", {"shard": 2}, options | {"job.dump_folder": str(folder)})) as (trainer, _):
-        trainer.checked_steps.captured = CapturedStep.load(saved / f"rank-{os.environ['RANK']}.pt")
+        step = torch.load(saved / f"rank-{os.environ['RANK']}.pt", weights_only=True)
+        batches = [(batch["inputs"], batch["labels"]) for batch in step["microbatches"]]
+        trainer.checked_steps.captured = CapturedStep(step["random_states"], batches, step["tokens"])
         return trainer.checked_steps.run_again()
 
 

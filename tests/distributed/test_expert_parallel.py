@@ -16,12 +16,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import expert_parallel as upstream
-from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel
 from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel
 from torchtitan.models.gpt_oss.infra.parallelize import parallelize_gptoss
 from torchtitan.models.llama4.infra import parallelize as llama4
-from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
 from tests._helpers.converted_models import assert_no_further, convert
@@ -52,12 +50,7 @@ from torchtitan_npu.preflight.job import check_job
 from torchtitan_npu.titan_internals.rebind import copy_with_globals, refers_to
 
 RANKS, EXPERTS, TOP_K = 2, 6, 2
-VARIANTS = {
-    "plain": (),
-    "npu_gmm": ("npu_gmm",),
-    "npu_permute": ("npu_permute",),
-    "both": ("npu_permute", "npu_gmm"),
-}
+VARIANTS = {"plain": (), "npu_gmm": ("npu_gmm",), "npu_permute": ("npu_permute",), "both": ("npu_permute", "npu_gmm")}
 
 
 class HostReads(TorchFunctionMode):
@@ -232,19 +225,6 @@ def test_a_plan_without_these_styles_is_an_error() -> None:
     ):
         fused_styles(plan, converted)
     assert not fused_styles(plan, convert(ModelOfOneMoE(build_moe()[0]), "npu_gmm"))
-
-
-def plan_of_a_user(model: nn.Module, *args: Any) -> None:
-    """A plan outside TorchTitan's package."""
-    apply_moe_ep_tp(model, *args)
-
-
-def test_a_user_s_plan_that_calls_torchtitan_s_gets_the_styles() -> None:
-    converted = convert(ModelOfOneMoE(build_moe()[0]), "npu_permute", "npu_gmm")
-    fused = copy_with_globals(plan_of_a_user, fused_styles(plan_of_a_user, converted))
-    assert fused is not plan_of_a_user and not refers_to(fused, STYLES)
-    assert set(refers_to(plan_of_a_user, STYLES)) == {ExpertParallel, ExpertTensorParallel}
-    assert refers_to(fused, STYLES.values())
 
 
 def test_torch_s_grouped_product_which_needs_padding_is_an_error() -> None:

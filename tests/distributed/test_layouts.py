@@ -137,15 +137,10 @@ def one_rank_in_mxfp8(model: str) -> Record:
 MXFP8 = [
     ("tp2 ep2", "deepseek_v3", {"activation_checkpoint.mode": "selective"}),
     ("shard2", "deepseek_v3", {"activation_checkpoint.mode": "full"}),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ("cp2", "deepseek_v3", {}),
-            ("pp2", "deepseek_v3", {}),
-            ("tp2", "qwen3", {}),
-            ("tp2", "llama3", {"compile.enable": True, "npu.bypass_codegen": "inductor"}),
-        )
-    ),
+    pytest.param("cp2", "deepseek_v3", {}, marks=pytest.mark.slow),
+    pytest.param("pp2", "deepseek_v3", {}, marks=pytest.mark.slow),
+    pytest.param("tp2", "qwen3", {}, marks=pytest.mark.slow),
+    pytest.param("tp2", "llama3", {"compile.enable": True, "npu.bypass_codegen": "inductor"}, marks=pytest.mark.slow),
 ]
 
 

@@ -86,10 +86,7 @@ def check(call: Call, mesh_shape: tuple[int, ...], inputs: list[Placed], valid: 
 )
 @pytest.mark.usefixtures("remembered")
 def test_every_combination(shapes: str, mesh_shape: tuple[int, ...]) -> None:
-    with (
-        fake_ranks(math.prod(mesh_shape)),
-        our_matmul_sharding(mesh := init_device_mesh("cpu", mesh_shape)),
-    ):
+    with fake_ranks(math.prod(mesh_shape)), our_matmul_sharding(mesh := init_device_mesh("cpu", mesh_shape)):
         placed = placed_everywhere(backward(shapes), mesh)
         check(forward(shapes), mesh_shape, placed[1:], every_valid(forward(shapes), mesh_shape))
         gradients = every_output(backward(shapes), mesh_shape)

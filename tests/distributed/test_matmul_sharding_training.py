@@ -30,10 +30,7 @@ def train(model: str, ours: bool) -> tuple[list[float], list[Collective]]:
 
 def train_both(model: str) -> Any:
     """Return losses and collectives of a step with our strategies, and of one with torch's decomposed products."""
-    with (
-        undecomposed_matmul(),
-        patch.object(matmul_sharding, "cheapest", wraps=matmul_sharding.cheapest) as choices,
-    ):
+    with undecomposed_matmul(), patch.object(matmul_sharding, "cheapest", wraps=matmul_sharding.cheapest) as choices:
         undecomposed = train(model, True)
     return undecomposed, train(model, False), choices.call_count
 

@@ -1,1 +1,1 @@
-"""Parts of a training job other than the model: losses, metrics, validation, data, the swap optimizer."""
+"""Parts of a training job: checkpoints, data, job control, losses, metrics, non-finite steps, optimizers, replay."""

@@ -55,7 +55,7 @@ class ChunkedLossPerToken(LossPerToken):
     """The cross entropy of a model's hidden states, summed over tokens and divided by :attr:`tokens`."""
 
     def __init__(self, chunk_tokens: int) -> None:
-        super().__init__(self._sum)
+        super().__init__(lambda hidden, labels: self._divided_sum(hidden, labels, 1.0))
         self.chunk_tokens = chunk_tokens
         self.output: Any = None
         """The output layer. Only the last stage of a pipeline has one."""
@@ -69,9 +69,6 @@ class ChunkedLossPerToken(LossPerToken):
     def mean(self, pred: Tensor, labels: Tensor) -> Tensor:
         # gradients are computed in the forward pass: divided there, they are rounded once
         return self._divided_sum(pred, labels, self.tokens)
-
-    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return self._divided_sum(hidden, labels, 1.0)
 
     def _divided_sum(self, hidden: Tensor, labels: Tensor, divisor: float | Tensor) -> Tensor:
         """Return the sum of the losses of ``hidden`` (bsz, seqlen, dim), divided by ``divisor``.

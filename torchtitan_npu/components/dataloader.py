@@ -26,14 +26,12 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 import torchtitan_npu.components.corpus  # noqa: F401  registers the shipped corpora
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
-from torchtitan_npu.components.user_data.packing import PackedRows, build_rows
+from torchtitan_npu.components.user_data.packing import PackedRows, Sample, build_rows
 from torchtitan_npu.config.data import USER_DATASETS
 from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.config.titan_sections import check_data_workers
 from torchtitan_npu.errors import UsageError
 
-# {"input": (seq_len,)} and labels (seq_len,); a batch has (local batch, seq_len)
-Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 # The only key of the state. DCP names it if a checkpoint does not have it, so it has the name of the option.
 STATE = "layout_independent_data"
 RESTART_HINT = 'checkpoint.exclude_from_loading = ["dataloader"] restarts the data'
@@ -130,7 +128,7 @@ class RankBatches(IterableDataset):
     ) -> None:
         self.samples = samples
         self.global_size = dp_world_size * local_batch_size
-        self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+        self.of_rank = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor, bytes]]:
         samples = iter(self.samples)
@@ -138,7 +136,7 @@ class RankBatches(IterableDataset):
             batch, read = [], 0
             for index, sample in enumerate(islice(samples, self.global_size)):
                 read += 1
-                if index in self.local:
+                if index in self.of_rank:
                     batch.append(sample)
             if read < self.global_size:
                 return  # too few samples for a batch on every rank: all stop here

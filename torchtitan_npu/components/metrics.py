@@ -34,7 +34,7 @@ COMPILE_INTERVAL = 5.0
 
 
 class MetricsProcessor(TitanMetricsProcessor):
-    """Log each auxiliary loss under ``loss_metrics/`` and, after TorchTitan's line, on the console.
+    """TorchTitan's MetricsProcessor with auxiliary losses, the swap optimizer's metrics, and changed decisions.
 
     MFU is relative to the peak of the NPU, or to ``npu.peak_tflops``.
     """
@@ -42,7 +42,13 @@ class MetricsProcessor(TitanMetricsProcessor):
     replay: Replayer | None = None
     """Counts the decisions that a record has replaced."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+    def __init__(
+        self,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        model_args: BaseModelArgs | None = None,
+        tag: str | None = None,
+    ) -> None:
         # not TorchTitan's constructor: it takes an NPU for an A100, and warns
         self.job_config, self.parallel_dims = job_config, parallel_dims
         self.logger = build_metric_logger(job_config, parallel_dims, tag)
@@ -101,12 +107,6 @@ def peak_flops(job_config: JobConfig) -> Callable[[str], float]:
         return chip.peak_flops
 
     return peak
-
-
-def build_metrics_processor(
-    job_config: JobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs | None = None, tag: str | None = None
-) -> MetricsProcessor:
-    return MetricsProcessor(job_config, parallel_dims, tag)
 
 
 def step_means(losses: list[AuxiliaryLoss], dims: ParallelDims) -> dict[str, float]:

@@ -26,13 +26,7 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasF
 from torchtitan.models.gpt_oss.model.moe import swiglu as clamped_swiglu
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from torchtitan_npu.converters.gmm import (
-    REPLACEMENTS,
-    describe_sizes,
-    product_dtype,
-    rows_per_expert,
-    shard_degree,
-)
+from torchtitan_npu.converters.gmm import REPLACEMENTS, describe_sizes, product_dtype, rows_per_expert, shard_degree
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError

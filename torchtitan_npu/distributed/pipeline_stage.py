@@ -65,12 +65,7 @@ class PipelineStage(TorchPipelineStage):
         return full_backward(bwd_kwargs), None
 
     def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        *extra: Any,
-        **more: Any,
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *extra: Any, **more: Any
     ) -> Any:
         with self.running(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, of_microbatch(fwd_chunk_id, kwargs), *extra, **more)

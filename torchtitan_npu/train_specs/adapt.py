@@ -33,7 +33,7 @@ from torchtitan_npu.compile.block_regions import add_input_waits, compile_models
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken, defer_output
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.loss import LossPerToken
-from torchtitan_npu.components.metrics import build_metrics_processor
+from torchtitan_npu.components.metrics import MetricsProcessor
 from torchtitan_npu.components.optimizers import adapted_optimizers
 from torchtitan_npu.components.replay.install import install_routing_decisions
 from torchtitan_npu.components.validation import Validator
@@ -80,7 +80,7 @@ def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
         build_dataloader_fn=build_text_dataloader,
         build_loss_fn=per_token(upstream.build_loss_fn),
         build_validator_fn=Validator,
-        build_metrics_processor_fn=build_metrics_processor,
+        build_metrics_processor_fn=MetricsProcessor,
     )
     functions = adapted.parallelize_fn, adapted.pipelining_fn
     return AdaptedTrainSpec(**{**vars(adapted), "parallelized_by": functions})

@@ -180,7 +180,7 @@ class ImageTextBatches(RankBatches):
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor, bytes]]:
         while True:
-            rows = [self.rows[self.next_row + number] for number in self.ours]
+            rows = [self.rows[self.next_row + number] for number in self.of_rank]
             self.next_row += self.global_size
             pad: int = self.rows.tokenizer.eos_id  # type: ignore[assignment]
             yield *collate(rows, self.rows.args, self.rows.seq_len, pad), self.position

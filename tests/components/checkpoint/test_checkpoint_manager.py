@@ -336,14 +336,6 @@ def test_a_checkpoint_without_a_manifest_is_loaded_with_a_warning(
         SmallJob(job_folder).resume()
 
 
-def test_after_a_rollback_the_fallback_is_an_earlier_step(job_folder: Path) -> None:
-    SmallJob(job_folder, checkpoint__interval=1).resume(step=2).train(stop=3)
-    flip_a_bit(job_folder / "checkpoint" / "step-3" / "__0_0.distcp")
-    job = SmallJob(job_folder, checkpoint__fallback=True).resume()
-    assert job.step == 2  # step 6 is of the abandoned steps
-    job.checkpointer.close()
-
-
 def test_a_damaged_manifest_does_not_decide_the_order_silently(job_folder: Path) -> None:
     SmallJob(job_folder, checkpoint__interval=1).resume(step=2).train(stop=3)
     manifest = job_folder / "checkpoint" / "step-3" / "manifest.json"

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests._helpers.swap_training import DEVICE
-from torchtitan_npu.components.swap_optimizer.host_memory import (
-    ALIGNMENT,
-    GIB,
-    SMALLEST_BLOCK,
-    allocate,
-    check,
-    pack,
-)
+from torchtitan_npu.components.swap_optimizer.host_memory import ALIGNMENT, GIB, SMALLEST_BLOCK, allocate, check, pack
 from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, plan
 from torchtitan_npu.errors import UsageError
 

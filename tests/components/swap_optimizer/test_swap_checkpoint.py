@@ -17,15 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 
-from tests._helpers.swap_training import (
-    DEVICE,
-    SLICE_MIB,
-    STEPS,
-    assert_equal,
-    groups,
-    make_parameters,
-    train,
-)
+from tests._helpers.swap_training import DEVICE, SLICE_MIB, STEPS, assert_equal, groups, make_parameters, train
 from tests.components.test_optimizers import DIMS
 from torchtitan_npu.components.optimizers import SwapContainer
 from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW

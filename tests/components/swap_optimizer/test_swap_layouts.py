@@ -120,10 +120,7 @@ def uninterrupted() -> list[float]:
 
 @pytest.mark.parametrize(
     ("first", "second", "mode"),
-    [
-        ((1, "", False), (2, "tp2", True), "disabled"),
-        ((2, "shard2", True), (2, "pp2", False), "async"),
-    ],
+    [((1, "", False), (2, "tp2", True), "disabled"), ((2, "shard2", True), (2, "pp2", False), "async")],
     ids=str,
 )
 def test_a_run_resumes_on_another_layout(

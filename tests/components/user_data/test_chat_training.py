@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,16 +87,6 @@ def of_text(record: Record) -> Record:
     vision = {name: grad for name, grad in record.gradients.items() if name.startswith("vision.")}
     assert not any(grad.any() for grad in vision.values())
     return replace(record, gradients={name: grad for name, grad in record.gradients.items() if name not in vision})
-
-
-def test_a_job_resumes_from_the_next_conversation_on_another_layout(tmp_path: Path) -> None:
-    saving = {"job.dump_folder": str(tmp_path), "checkpoint.enable": True, "checkpoint.interval": 2}
-    options = {"training.steps": 4}
-    alone = run_on_ranks(1, train, "llama3", {}, True, options, 4, process_group=False)[0].losses
-    first = run_on_ranks(2, train, "llama3", {"shard": 2}, True, saving | options, 2, process_group=False)
-    then = run_on_ranks(2, train, "llama3", {"tp": 2}, True, saving | options, 4, process_group=False)
-    losses = together(first).losses + together(then).losses
-    assert len(losses) == 4 and losses == pytest.approx(alone, rel=TOLERANCE)
 
 
 def losses_of_conversations(model: str) -> list[tuple[float, float]]:

@@ -58,18 +58,24 @@ def load_weights(model: torch.nn.Module, source: CheckpointSource, adapter: Any,
     group = new_file_group() if dist.is_initialized() else None
     if problem := damage_of(source.path, group):
         raise UsageError(problem)
-    weights = ModelWrapper(model)
-    state, path, options = weights.state_dict(), str(source.path), {"process_group": group, "no_dist": group is None}
+    weights, adapter = ModelWrapper(model), adapter if source.in_hugging_face_format else None
+    weights.load_state_dict(load_state(weights.state_dict(), str(source.path), adapter, quantized, group))
+
+
+def load_state(
+    state: dict[str, Any], path: str, adapter: Any, quantized: bool, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Load the checkpoint at ``path`` into ``state``, and return it; with ``adapter``, from Hugging Face's format."""
+    options = {"process_group": group, "no_dist": not dist.is_initialized()}
     try:
-        if source.in_hugging_face_format:
-            exported = adapter.to_hf(state)
-            dcp.load(exported, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
-            state = adapter.from_hf(exported)
-        else:
+        if adapter is None:
             dcp.load(state, storage_reader=CheckpointReader(path), planner=PlainDataPlanner(), **options)
+            return state
+        exported = adapter.to_hf(state)
+        dcp.load(exported, storage_reader=adapter.get_hf_storage_reader(path, quantized), **options)
+        return adapter.from_hf(exported)
     except CheckpointException as error:
         raise load_error(path, error) from error
-    weights.load_state_dict(state)
 
 
 def files_of_this_rank(names: list[str]) -> list[str]:

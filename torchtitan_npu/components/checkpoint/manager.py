@@ -59,19 +59,14 @@ from torchtitan_npu.components.checkpoint.loading import (
     damage_of,
     file_records,
     is_first_rank,
-    load_error,
+    load_state,
     manifest_or_damage,
     on_first_rank,
     save_error,
     sources_before,
 )
 from torchtitan_npu.components.checkpoint.source import CheckpointSource, find_source
-from torchtitan_npu.components.checkpoint.storage import (
-    CheckpointReader,
-    CheckpointWriter,
-    PlainDataPlanner,
-    Publication,
-)
+from torchtitan_npu.components.checkpoint.storage import CheckpointWriter, Publication
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.dist_utils import new_file_group
@@ -348,19 +343,9 @@ class CheckpointManager(TitanCheckpointManager):
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        try:
-            if from_hf:
-                assert self.sd_adapter is not None
-                exported = self.sd_adapter.to_hf(state_dict)
-                hf_reader = self.sd_adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
-                dcp.load(exported, storage_reader=hf_reader, process_group=self.group)
-                self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(exported))
-                return
-            reader, planner = CheckpointReader(checkpoint_id), PlainDataPlanner()
-            dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=self.group)
-        except CheckpointException as error:
-            raise load_error(checkpoint_id, error) from error
-        self.states[MODEL].load_state_dict(state_dict)
+        adapter = self.sd_adapter if from_hf else None
+        state = load_state(state_dict, checkpoint_id, adapter, from_quantized, self.group)
+        self.states[MODEL].load_state_dict(state)
 
     def _intact_source(self, source: CheckpointSource, saved: list[SavedCheckpoint]) -> CheckpointSource:
         """Return ``source`` if its files are as they were written, or the checkpoint to fall back to."""

@@ -56,21 +56,20 @@ def _enum_member(owner: Any, name: str) -> Enum:
     return owner[name]
 
 
-def load_plain(data: bytes) -> Any:
-    """Unpickle numbers, strings, bytes and containers of them. Raise ``UnpicklingError`` for anything else."""
-    return _load(io.BytesIO(data), {})
-
-
 def load_metadata(file: Any) -> Metadata:
     """Unpickle DCP's ``.metadata`` from an open ``file``. Raise ``UnpicklingError`` if it holds anything else."""
-    metadata = _load(file, DCP_CLASSES)
+    metadata = load_plain(file, DCP_CLASSES)
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, not DCP's Metadata")
     return metadata
 
 
-def _load(file: Any, allowed: dict[str, set[str]]) -> Any:
+def load_plain(data: Any, allowed: dict[str, set[str]] | None = None) -> Any:
+    """Unpickle numbers, strings, bytes, containers of them, and what is ``allowed``, from bytes or an open file.
+
+    Raise ``UnpicklingError`` for anything else.
+    """
     try:
-        return RestrictedUnpickler(file, allowed).load()
+        return RestrictedUnpickler(io.BytesIO(data) if isinstance(data, bytes) else data, allowed or {}).load()
     except DAMAGE as error:
         raise pickle.UnpicklingError(f"it cannot be decoded ({type(error).__name__}: {error})") from error

@@ -73,13 +73,6 @@ class CapturedStep:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(buffer.getvalue())
 
-    @classmethod
-    def load(cls, path: Path) -> CapturedStep:
-        """Return the step that :meth:`save` has written."""
-        contents = torch.load(path, weights_only=True)
-        batches = [(batch["inputs"], batch["labels"]) for batch in contents["microbatches"]]
-        return cls(contents["random_states"], batches, contents["tokens"])
-
 
 FOLDER = "nonfinite"
 """Folder in the dump folder for the weights, batches and random states of such steps."""

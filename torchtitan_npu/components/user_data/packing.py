@@ -40,6 +40,7 @@ LOGGED_RECORDS = 5
 """Skipped records that are logged with their location. Others are only counted."""
 SKIP_HINT = 'data.bad_records = "skip" counts such records and skips them'
 
+# {"input": (seq_len,)} and labels (seq_len,); a batch has (local batch, seq_len)
 Sample = tuple[dict[str, Tensor], Tensor]
 
 
