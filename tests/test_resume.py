@@ -1,6 +1,6 @@
 """A run resumes on another layout, with converters or without, and continues as if it had not stopped.
 
-tests/components/swap_optimizer/test_swap_resume.py resumes on a pipeline in the default run.
+tests/components/swap_optimizer/test_swap_layouts.py resumes on a pipeline in the default run.
 """
 
 from __future__ import annotations

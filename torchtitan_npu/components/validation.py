@@ -98,26 +98,17 @@ class Validator(TitanValidator):
         count = (labels != IGNORE_INDEX).sum()
         with self.validation_context():
             if self.parallel_dims.pp_enabled:
-                loss = self._pipeline_loss(inputs, labels, extra_inputs, extra_kwargs)
+                assert self.pp_schedule is not None
+                first = (inputs,) if self.pp_has_first_stage else ()
+                extra = extra_inputs if self.pp_has_first_stage else {}
+                losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
+                target = labels if self.pp_has_last_stage else None
+                self.pp_schedule.eval(*first, **extra, **extra_kwargs, target=target, losses=losses)
+                # the sum over the microbatches on the last stage, -1 on other stages
+                loss = torch.stack(losses).sum().to(device_type) if losses else torch.tensor(-1.0, device=device_type)
             else:
                 with self.maybe_enable_amp:
                     loss = self.loss_fn(model_parts[0](inputs, **extra_inputs, **extra_kwargs), labels)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
         return torch.stack([loss.float(), count.float()])
-
-    def _pipeline_loss(
-        self,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        extra_inputs: dict[str, torch.Tensor],
-        extra_kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        """Return the sum of the losses of all microbatches on the last stage, -1 on other stages."""
-        assert self.pp_schedule is not None
-        first = (inputs,) if self.pp_has_first_stage else ()
-        extra = extra_inputs if self.pp_has_first_stage else {}
-        losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
-        target = labels if self.pp_has_last_stage else None
-        self.pp_schedule.eval(*first, **extra, **extra_kwargs, target=target, losses=losses)
-        return torch.stack(losses).sum().to(device_type) if losses else torch.tensor(-1.0, device=device_type)

@@ -176,12 +176,8 @@ def has_full_state(checkpoint: Path) -> bool:
         return True
 
 
-def incomplete_path(checkpoint: Path, token: str) -> Path:
-    """Return the folder in which the holder of the lock with ``token`` writes ``checkpoint``."""
-    return _temporary_path(checkpoint, "incomplete", token)
-
-
-def _temporary_path(checkpoint: Path, state: str, token: str) -> Path:
+def temporary_path(checkpoint: Path, state: str, token: str) -> Path:
+    """Return the folder of a ``checkpoint`` that the holder of the lock with ``token`` writes, replaces or deletes."""
     return checkpoint.with_name(f"{checkpoint.name.replace('step', f'.{state}')}-{token}")
 
 
@@ -231,13 +227,13 @@ def publish(checkpoint: Path, token: str) -> None:
 
     One that is marked as kept is renamed to ``step-N-kept-TOKEN`` instead.
     """
-    replaced = _temporary_path(checkpoint, "replaced", token)
+    replaced = temporary_path(checkpoint, "replaced", token)
     if (checkpoint / KEEP).exists():
         checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}-kept-{token}"))
     elif checkpoint.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         checkpoint.rename(replaced)
-    incomplete_path(checkpoint, token).rename(checkpoint)
+    temporary_path(checkpoint, "incomplete", token).rename(checkpoint)
     sync_folder(checkpoint.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -269,6 +265,6 @@ def stale_checkpoints(folder: Path, run: str, keep: int) -> list[SavedCheckpoint
 
 def rename_for_deletion(checkpoint: SavedCheckpoint, token: str) -> Path:
     """Rename ``checkpoint`` before it is deleted, so that a kill leaves no half-deleted ``step-N``."""
-    deleted = _temporary_path(checkpoint.path, "deleted", token)
+    deleted = temporary_path(checkpoint.path, "deleted", token)
     shutil.rmtree(deleted, ignore_errors=True)
     return checkpoint.path.rename(deleted)

@@ -23,11 +23,11 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from torchtitan_npu.components.checkpoint.folder import (
     FileRecord,
     Manifest,
-    incomplete_path,
     is_full_state,
     new_checksum,
     publish,
     saved_checkpoints,
+    temporary_path,
 )
 from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE, load_metadata, load_plain
 from torchtitan_npu.components.checkpoint.writer_lock import WriterLock
@@ -44,7 +44,7 @@ class Publication:
 
     def folder_of(self, checkpoint: Path) -> Path:
         """Return the folder in which ``checkpoint`` is written."""
-        return incomplete_path(checkpoint, self.lock.token)
+        return temporary_path(checkpoint, "incomplete", self.lock.token)
 
     def publish(self, checkpoint: Path, files: dict[str, FileRecord], full: bool) -> None:
         """Write the manifest of the folder in which ``checkpoint`` was written, and give it its name."""

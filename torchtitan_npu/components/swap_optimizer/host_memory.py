@@ -119,18 +119,17 @@ def _node_cpus(device: torch.device) -> set[int]:
     return {cpu for span in ranges for cpu in range(int(span[0]), int(span[-1]) + 1)}
 
 
-def link_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second in each direction of copies of 32 MiB that run both ways at once: the best of five.
+def link_bandwidth(device: torch.device, size: int = 32 << 20, repeats: int = 5) -> float:
+    """Return the bytes per second in each direction of copies of ``size`` bytes that run both ways at once.
 
-    The host's side is pinned memory allocated as for the states.
+    The host's side is pinned memory allocated as for the states. The result is the best of ``repeats`` measurements.
     """
-    size = 32 << 20
     module = torch.get_device_module(device)
     up, down = allocate([size, size], device, fraction=1.0)
     here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     streams = module.Stream(device), module.Stream(device)
     best = float("inf")
-    for _ in range(6):  # the first is a warm-up
+    for _ in range(repeats + 1):  # the first is a warm-up
         module.synchronize()
         start = time.perf_counter()
         with module.stream(streams[0]):

@@ -104,7 +104,8 @@ class RecordSource:
         self, epoch: int, window: int, blocks: npt.NDArray[np.int64], first: int
     ) -> Iterator[tuple[Location, Any]]:
         """Yield the records of a window from number ``first`` on."""
-        locations = [self._block(block) for block in blocks.tolist()]
+        found = [(bisect_right(self.first_blocks, block) - 1, block) for block in blocks.tolist()]
+        locations = [(file, block - self.first_blocks[file]) for file, block in found]  # the block's number in its file
         contents = [self.files[file].read(block) for file, block in locations]
         firsts = [0, *accumulate(map(len, contents))]
         total = firsts[-1]
@@ -112,11 +113,6 @@ class RecordSource:
         for number in order[first:].tolist():
             at = bisect_right(firsts, number) - 1
             yield Location(*locations[at], number - firsts[at]), contents[at][number - firsts[at]]
-
-    def _block(self, number: int) -> tuple[int, int]:
-        """Return the file of a block, and the number of the block there."""
-        file = bisect_right(self.first_blocks, number) - 1
-        return file, number - self.first_blocks[file]
 
 
 State = tuple[tuple[int, int, int, int], ...]
