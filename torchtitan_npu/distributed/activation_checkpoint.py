@@ -44,7 +44,7 @@ def _checkpoint_wrapper(module: nn.Module, *, context_fn: Callable[[], Any] | No
 
 
 CHECKPOINTING = {checkpoint_wrapper: _checkpoint_wrapper}
-"""What a parallel plan calls instead of torch's wrapper."""
+"""Replacement of torch's wrapper in a parallel plan."""
 
 
 def _contexts(

@@ -95,7 +95,7 @@ def apply_context_parallel(model: nn.Module, job_config: JobConfig, dims: Parall
 
 
 WITHOUT_ATTENTION = {apply_cp_to_attention_module: lambda *args: None}
-"""What a parallel plan calls instead of TorchTitan's, which parallelizes scaled dot-product attention only."""
+"""Replacement in a parallel plan: TorchTitan's function parallelizes scaled dot-product attention only."""
 
 
 def context_class(job_config: JobConfig, model: nn.Module) -> type[ContextParallel] | None:

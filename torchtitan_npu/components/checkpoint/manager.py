@@ -104,7 +104,7 @@ class CheckpointManager(TitanCheckpointManager):
         self.sequence_at_start = 0.0
         """Position of the newest checkpoint when the job started: it has written the later ones."""
         self.group: dist.ProcessGroup | None = None
-        """Where ranks wait for each other's work on files."""
+        """For work on files, on which ranks wait for each other."""
         if self.enable and dist.is_initialized():
             self.group = new_file_group()
             if hasattr(self, "pg"):  # of asynchronous saves, with the default time-out of half an hour

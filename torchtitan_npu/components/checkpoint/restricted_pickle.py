@@ -33,7 +33,7 @@ DCP_CLASSES = {
 }
 """The classes in DCP's ``.metadata``, by module."""
 DAMAGE = (EOFError, AttributeError, LookupError, TypeError, ValueError, OverflowError, MemoryError, RuntimeError)
-"""What unpickling raises for bytes that are not a pickle."""
+"""Errors of unpickling bytes that are not a pickle."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):

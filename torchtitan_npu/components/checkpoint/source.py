@@ -127,7 +127,7 @@ def unused_weights(stored: Iterable[str], used: Iterable[str], tied: bool) -> li
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What a job loads."""
+    """The checkpoint or the weights that a job loads."""
 
     path: Path
     model_only: bool

@@ -36,7 +36,7 @@ from torchtitan_npu.errors import UsageError
 
 @dataclass(frozen=True)
 class Publication:
-    """What a manifest says besides its files, and the lock that the writer must hold."""
+    """The fields of a manifest except its files, and the lock that the writer must hold."""
 
     run: str
     settings: dict[str, Any]

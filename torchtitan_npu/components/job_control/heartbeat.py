@@ -1,4 +1,4 @@
-"""What ranks tell each other, and decide from it: progress, heartbeats, and the first failure of the job."""
+"""Messages between ranks: progress, heartbeats, and the first failure of the job."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CHECK_S = 1.0
 
 
 class StepProgress:
-    """Where this rank is. It lets all ranks stop after the same step.
+    """The step and phase of this rank. It lets all ranks stop after the same step.
 
     The main thread asks :meth:`may_start` before each step. To stop, a monitor thread on each rank calls :meth:`hold`,
     which returns the last step that its main thread has started. The largest of these over all ranks is the last step

@@ -149,7 +149,7 @@ class Replayer(ReplaySession):
 
 
 Problem = tuple[str, tuple[int, int]] | None
-"""What is wrong, and in which sequence and token first."""
+"""The fault, and its first (sequence, token)."""
 
 
 def problem_of_keys(keys: np.ndarray, positions: np.ndarray, first_keys: np.ndarray) -> Problem:

@@ -44,7 +44,7 @@ class Cursor(NamedTuple):
     epoch: int
     window: int
     number: int
-    """Of the record in the window."""
+    """Index of the record in the window."""
 
 
 FIRST = Cursor(0, 0, 0)
@@ -56,7 +56,7 @@ class Location(NamedTuple):
     file: int
     block: int
     number: int
-    """Of the record in the block."""
+    """Index of the record in the block."""
 
 
 class RecordSource:
