@@ -30,7 +30,7 @@ from torchtitan_npu.converters.gmm import REPLACEMENTS, describe_sizes, product_
 from torchtitan_npu.converters.permute import NpuMoE
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.ops.grouped_matmul import grouped_matmul
+from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul
 from torchtitan_npu.ops.moe_permute import unpermute
 from torchtitan_npu.titan_internals.rebind import refers_to
 
