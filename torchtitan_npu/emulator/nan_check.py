@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import traceback
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu.emulator.build import PROTOTYPES
-from torchtitan_npu.emulator.kernels.registry import describe
+from torchtitan_npu.emulator.kernels.registry import describe, prototypes
 from torchtitan_npu.torch_internals.autograd import current_backward_node
 from torchtitan_npu.torch_internals.dispatch import without_function_modes
 
@@ -31,13 +29,12 @@ def stop_at_first_nan(run: Run) -> Run:
 
     -inf that enters as an argument, as in ``masked_fill(mask, -inf)``, is not the operator's. NaN that comes of it is.
     """
-    prototypes = json.loads(PROTOTYPES.read_text())
     torch.autograd.set_detect_anomaly(True, check_nan=False)  # a backward node then knows its forward call
     warned = False
 
     def run_and_check(name: str, stream: int, arguments: tuple[Any, ...]) -> Any:
         nonlocal warned
-        prototype = prototypes[name]
+        prototype = prototypes()[name]
         named = list(zip(prototype["arguments"], arguments, strict=True))
         # what an output holds before the call counts only if the operator reads it
         in_place = "Inplace" in name

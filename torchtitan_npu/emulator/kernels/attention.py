@@ -72,22 +72,19 @@ def _band(query, key, layout: str, pre_tokens: int, next_tokens: int) -> torch.T
     return (distance > next_tokens) | (-distance > pre_tokens)
 
 
+LENGTHS = ("actual_seq_lengths_query", "actual_seq_lengths_key", "actual_seq_lengths_kv")
+OPTIONAL = ("value", "query_rope", "key_rope", *LENGTHS)
+
+
+def _optional(name, value):
+    return or_none(value) if name in OPTIONAL else value
+
+
 @fused("npu_lightning_indexer", "aclnnLightningIndexer")
-def indexer(
-    actual_seq_lengths_query,
-    actual_seq_lengths_key,
-    block_table,
-    return_values,
-    sparse_indices_out,
-    sparse_values_out,
-    **rest,
-):
+def indexer(block_table, return_values, sparse_indices_out, sparse_values_out, **rest):
     without(block_table=block_table)
-    lengths = {
-        "actual_seq_lengths_query": or_none(actual_seq_lengths_query),
-        "actual_seq_lengths_key": or_none(actual_seq_lengths_key),
-    }
-    return {**rest, **lengths, "return_value": return_values}, (sparse_indices_out, sparse_values_out)
+    arguments = {name: _optional(name, value) for name, value in rest.items()}
+    return {**arguments, "return_value": return_values}, (sparse_indices_out, sparse_values_out)
 
 
 @fused("npu_lightning_indexer_grad", "aclnnLightningIndexerGrad")
@@ -108,30 +105,13 @@ def sparse_attention(block_table, attention_out, softmax_max, softmax_sum, sinks
 
 
 @fused("npu_sparse_flash_attention_grad", "aclnnSparseFlashAttentionGrad")
-def sparse_attention_grad(
-    actual_seq_lengths_query,
-    actual_seq_lengths_kv,
-    deterministic,
-    d_query_out,
-    d_key_out,
-    d_value_out,
-    d_query_rope_out,
-    d_key_rope_out,
-    **rest,
-):
-    arguments = {name: _optional(name, value) for name, value in rest.items()}
-    arguments |= {
+def sparse_attention_grad(actual_seq_lengths_query, actual_seq_lengths_kv, deterministic, **rest):
+    outputs = [rest.pop(f"d_{name}_out") for name in ("query", "key", "value", "query_rope", "key_rope")]
+    lengths = {
         "actual_seq_qlen": or_none(actual_seq_lengths_query),
         "actual_seq_kvlen": or_none(actual_seq_lengths_kv),
     }
-    return arguments, (d_query_out, d_key_out, d_value_out, d_query_rope_out, d_key_rope_out)
-
-
-OPTIONAL = ("value", "query_rope", "key_rope", "actual_seq_lengths_query", "actual_seq_lengths_kv")
-
-
-def _optional(name, value):
-    return or_none(value) if name in OPTIONAL else value
+    return {**{name: _optional(name, value) for name, value in rest.items()}, **lengths}, outputs
 
 
 @fused("npu_dense_lightning_indexer_grad_kl_loss", "aclnnDenseLightningIndexerGradKLLoss")
@@ -206,24 +186,11 @@ def apply_rotary(query_ref, key_ref, cos, sin, layout, rotary_mode="half"):
 
 
 @fused("npu_mrope", "aclnnRopeWithSinCosCache", "aclnnRopeWithSinCosCacheV2")
-def mrope(
-    positions,
-    query_in,
-    key_in,
-    cos_sin_cache,
-    mrope_section,
-    head_size,
-    is_neox_style,
-    query_out,
-    key_out,
-    cache_mode=0,
-):
+def mrope(query_in, key_in, mrope_section, is_neox_style, query_out, key_out, cache_mode=0, **rest):
     arguments = {
-        "positions": positions,
+        **rest,
         "query": query_in,
         "key": key_in,
-        "cos_sin_cache": cos_sin_cache,
-        "head_size": head_size,
         "mrope_section": mrope_section if any(mrope_section or ()) else None,
         "rotary_mode": "half" if is_neox_style else "interleave",
         "cache_mode": "interleave" if cache_mode else "default",

@@ -21,7 +21,7 @@ from torchtitan_npu.emulator.kernels.registry import (
     Refused,
     argument_names,
     describe_call,
-    prototype,
+    prototypes,
 )
 from torchtitan_npu.torch_internals.autograd import tensor_of_capsule
 from torchtitan_npu.torch_internals.dispatch import without_function_modes
@@ -58,16 +58,18 @@ def failure(name: str, arguments: tuple[Any, ...] | None, error: BaseException) 
 
 
 def _missing(name: str, arguments: tuple[Any, ...]) -> str:
+    prototype, names = prototypes()[name], argument_names(name)
     outputs = [
         python_name
-        for python_name, argument in zip(argument_names(name), prototype(name)["arguments"], strict=True)
-        if argument in prototype(name)["outputs"]
+        for python_name, argument in zip(names, prototype["arguments"], strict=True)
+        if argument in prototype["outputs"]
     ]
+    function = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removeprefix("aclnn")).lower()
     return (
         f"the emulator has no kernel for {describe_call(name, arguments)}. "
-        f"Add to torchtitan_npu/emulator/kernels/{_family_of(prototype(name)['source'])}.py:\n\n"
+        f"Add to torchtitan_npu/emulator/kernels/{_family_of(prototype['source'])}.py:\n\n"
         f'@kernel("{name}")\n'
-        f"def {_function_name(name)}({', '.join(argument_names(name))}):\n"
+        f"def {function}({', '.join(names)}):\n"
         f"    ...  # write {', '.join(outputs)} in place\n"
     )
 
@@ -75,13 +77,9 @@ def _missing(name: str, arguments: tuple[Any, ...]) -> str:
 def _family_of(source: str) -> str:
     """Return the module with most operators that CANN declares in the folder of ``source``, or one for any."""
     folder = source.split("/")[:3]  # owner, repository, folder
-    near = (FAMILIES[name] for name in KERNELS if prototype(name)["source"].split("/")[:3] == folder)
+    near = (FAMILIES[name] for name in KERNELS if prototypes()[name]["source"].split("/")[:3] == folder)
     most = Counter(near).most_common(1)
     return most[0][0] if most else "pointwise"
-
-
-def _function_name(operator: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operator.removeprefix("aclnn")).lower()
 
 
 def install() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +12,9 @@ from torchtitan_npu.emulator.kernels.registry import kernel, register, write, wr
 aten = torch.ops.aten
 SCATTER_REDUCTIONS = {1: "sum", 2: "prod", 3: "amax", 4: "amin", 5: "mean"}
 """The argument ``reduce`` of ``aclnnScatter`` and ``aclnnScatterReduce``; 0 stands for none."""
+
+
+PADDINGS = list(product(("Reflection", "Replication"), (1, 2, 3)))
 
 
 @kernel("aclnnInplaceCopy")
@@ -42,29 +47,19 @@ def fill_diagonal(to, value, wrap):
     to.fill_diagonal_(value, wrap)
 
 
-@kernel("aclnnArange")
-def arange(start, end, step, out):
-    write(out, torch.arange(start, end, step, dtype=out.dtype))
+def in_dtype_of_output(function):
+    return lambda *arguments: write(arguments[-1], function(*arguments[:-1], dtype=arguments[-1].dtype))
+
+
+register(
+    {"Arange": torch.arange, "Eye": torch.eye, "Linspace": torch.linspace, "LogSpace": torch.logspace},
+    make=in_dtype_of_output,
+)
 
 
 @kernel("aclnnRange")
 def inclusive_range(start, end, step, out):
     write(out, start + step * torch.arange(out.numel(), dtype=torch.float64))
-
-
-@kernel("aclnnLinspace")
-def linspace(start, end, steps, out):
-    write(out, torch.linspace(start, end, steps, dtype=out.dtype))
-
-
-@kernel("aclnnLogSpace")
-def logspace(start, end, steps, base, out):
-    write(out, torch.logspace(start, end, steps, base, dtype=out.dtype))
-
-
-@kernel("aclnnEye")
-def eye(rows, columns, out):
-    write(out, torch.eye(rows, columns, dtype=out.dtype))
 
 
 @kernel("aclnnSplitWithSize")
@@ -87,36 +82,22 @@ def repeat_interleave_gradient(gradient, repeats, dim, out):
     write(out, total.index_add_(dim, index, gradient.to(total.dtype)))
 
 
-def cat(tensors, dim):
-    return torch.cat(tensors, dim)
-
-
 register(
     {
-        "Cat": cat,
+        "Cat": torch.cat,
         "ChannelShuffle": F.channel_shuffle,
         "ChunkCat": aten._chunk_cat,
         "ConstantPadNd": aten.constant_pad_nd,
         "Flip": torch.flip,
         "Im2col": aten.im2col,
-        "ReflectionPad1d": aten.reflection_pad1d,
-        "ReflectionPad1dBackward": aten.reflection_pad1d_backward,
-        "ReflectionPad2d": aten.reflection_pad2d,
-        "ReflectionPad2dBackward": aten.reflection_pad2d_backward,
-        "ReflectionPad3d": aten.reflection_pad3d,
-        "ReflectionPad3dBackward": aten.reflection_pad3d_backward,
         "Repeat": lambda x, repeats: x.repeat(repeats),
-        "RepeatInterleave": lambda x, repeats, size: torch.repeat_interleave(x, repeats),
-        "RepeatInterleaveInt": lambda x, repeats, size: torch.repeat_interleave(x, repeats),
-        "RepeatInterleaveIntWithDim": lambda x, repeats, dim, size: torch.repeat_interleave(x, repeats, dim),
-        "RepeatInterleaveTensor": lambda repeats, size: torch.repeat_interleave(repeats),
-        "RepeatInterleaveWithDim": lambda x, repeats, dim, size: torch.repeat_interleave(x, repeats, dim),
-        "ReplicationPad1d": aten.replication_pad1d,
-        "ReplicationPad1dBackward": aten.replication_pad1d_backward,
-        "ReplicationPad2d": aten.replication_pad2d,
-        "ReplicationPad2dBackward": aten.replication_pad2d_backward,
-        "ReplicationPad3d": aten.replication_pad3d,
-        "ReplicationPad3dBackward": aten.replication_pad3d_backward,
+        **{
+            # the last argument is the size of the result
+            f"RepeatInterleave{variant}": lambda *arguments: torch.repeat_interleave(*arguments[:-1])
+            for variant in ("", "Int", "IntWithDim", "Tensor", "WithDim")
+        },
+        **{f"{kind}Pad{n}d": getattr(aten, f"{kind.lower()}_pad{n}d") for kind, n in PADDINGS},
+        **{f"{kind}Pad{n}dBackward": getattr(aten, f"{kind.lower()}_pad{n}d_backward") for kind, n in PADDINGS},
         "Roll": torch.roll,
         "Stack": torch.stack,
         "Tril": torch.tril,

@@ -137,18 +137,8 @@ def grouped_matmul(
 
 
 @fused("npu_grouped_matmul_add_", "aclnnGroupedMatmulAdd", "aclnnGroupedMatmulAddV2")
-def grouped_matmul_add(x, weight, group_list, y_ref, transpose_x, transpose_weight, group_type, group_list_type=0):
-    arguments = {
-        "input": y_ref,
-        "x": x,
-        "weight": weight,
-        "group_list": group_list,
-        "transpose_x": transpose_x,
-        "transpose_weight": transpose_weight,
-        "group_type": group_type,
-        "group_list_type": group_list_type,
-    }
-    return arguments, ()
+def grouped_matmul_add(y_ref, **rest):
+    return {"input": y_ref, **rest}, ()
 
 
 def codes(scale):
@@ -159,45 +149,14 @@ def codes(scale):
 
 
 @fused("npu_dynamic_mx_quant", "aclnnDynamicMxQuant", "aclnnDynamicMxQuantV2", "aclnnDynamicMxQuantV3")
-def dynamic_mx_quant(
-    x,
-    axis,
-    round_mode,
-    dst_type,
-    blocksize,
-    scale_alg,
-    y_out,
-    mxscale_out,
-    dst_type_max=0.0,
-    max_low_bound=0.0,
-):
-    arguments = {
-        "input": x,
-        "axis": axis,
-        "round_mode": round_mode,
-        "dst_type": ELEMENTS.get(dst_type, dst_type),
-        "block_size": blocksize,
-        "scale_alg": scale_alg,
-        "dst_type_max": dst_type_max,
-        "max_low_bound": max_low_bound,
-    }
+def dynamic_mx_quant(x, dst_type, blocksize, y_out, mxscale_out, **rest):
+    arguments = {"input": x, "dst_type": ELEMENTS.get(dst_type, dst_type), "block_size": blocksize, **rest}
     return arguments, (y_out, mxscale_out.view(torch.uint8))
 
 
 @fused("npu_grouped_dynamic_mx_quant", "aclnnGroupedDynamicMxQuant", "aclnnGroupedDynamicMxQuantV2")
-def grouped_dynamic_mx_quant(
-    x, group_index, round_mode, dst_type, blocksize, y, mxscale, scale_alg=0, dst_type_max=0.0
-):
-    arguments = {
-        "x": x,
-        "group_index": group_index,
-        "round_mode": round_mode,
-        "dst_type": ELEMENTS.get(dst_type, dst_type),
-        "blocksize": blocksize,
-        "scale_alg": scale_alg,
-        "dst_type_max": dst_type_max,
-    }
-    return arguments, (y, mxscale.view(torch.uint8))
+def grouped_dynamic_mx_quant(dst_type, y, mxscale, **rest):
+    return {**rest, "dst_type": ELEMENTS.get(dst_type, dst_type)}, (y, mxscale.view(torch.uint8))
 
 
 @fused("npu_quant_matmul", "aclnnQuantMatmulV5")

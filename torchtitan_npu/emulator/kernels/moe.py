@@ -18,57 +18,33 @@ CUMULATIVE, COUNT = 0, 1
 
 
 @fused("npu_moe_token_permute", "aclnnMoeTokenPermute")
-def permute(tokens, indices, num_out_tokens, padded_mode, permute_tokens_out, sorted_indices_out):
-    # torch_npu has resolved None and negative numbers: the output has that many rows
-    arguments = {"tokens": tokens, "indices": indices, "num_out_tokens": num_out_tokens, "padded_mode": padded_mode}
-    return arguments, (permute_tokens_out, sorted_indices_out)
+def permute(permute_tokens_out, sorted_indices_out, **rest):
+    # torch_npu has resolved None and negative num_out_tokens: the output has that many rows
+    return rest, (permute_tokens_out, sorted_indices_out)
 
 
 @fused("npu_moe_token_permute_grad_v2", "aclnnMoeTokenPermuteGrad")
-def permute_grad(permuted_output_grad, sorted_indices, num_topk, padded_mode, out):
-    arguments = {
-        "grad_permuted_tokens": permuted_output_grad,
-        "sorted_indices": sorted_indices,
-        "tokens_size_0": out.shape[0],
-        "tokens_dtype": out.dtype,
-        "num_topK": num_topk,
-        "padded_mode": padded_mode,
-    }
-    return arguments, (out,)
+def permute_grad(permuted_output_grad, num_topk, out, **rest):
+    tokens = {"tokens_size_0": out.shape[0], "tokens_dtype": out.dtype}
+    return {**rest, **tokens, "grad_permuted_tokens": permuted_output_grad, "num_topK": num_topk}, (out,)
 
 
 @fused("npu_moe_token_unpermute", "aclnnMoeTokenUnpermute")
-def unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape, out):
-    arguments = {
-        "permuted_tokens": permuted_tokens,
-        "sorted_indices": sorted_indices,
-        "probs": probs,
-        "padded_mode": padded_mode,
-    }
-    return arguments, (out,)
+def unpermute(restore_shape, out, **rest):
+    return rest, (out,)
 
 
 @fused("npu_moe_token_unpermute_grad_v2", "aclnnMoeTokenUnpermuteGrad")
 def unpermute_grad(
-    permute_tokens,
-    unpermuted_tokens_grad,
-    sorted_indices,
-    probs,
-    padded_mode,
-    restore_shape,
-    permuted_tokens_grad_out,
-    probs_grad_out,
+    permute_tokens, unpermuted_tokens_grad, restore_shape, permuted_tokens_grad_out, probs_grad_out, **rest
 ):
     arguments = {
         "grad_unpermuted_tokens": unpermuted_tokens_grad,
-        "sorted_indices": sorted_indices,
         "permuted_tokens_size_0": permuted_tokens_grad_out.shape[0],
         "permuted_tokens_dtype": permuted_tokens_grad_out.dtype,
-        "probs": probs,
-        "padded_mode": padded_mode,
         "permuted_tokens": permute_tokens,
     }
-    return arguments, (permuted_tokens_grad_out, probs_grad_out)
+    return {**rest, **arguments}, (permuted_tokens_grad_out, probs_grad_out)
 
 
 @fused("npu_moe_gating_top_k", "aclnnMoeGatingTopK", "aclnnMoeGatingTopKV2")
@@ -240,31 +216,15 @@ def init_routing(x, row_idx, expert_idx, active_num, expanded_x_out, expanded_ro
 
 
 @kernel_by_name("aclnnMoeInitRoutingV2")
-def init_routing_v2(
-    x,
-    expert_idx,
-    expert_num,
-    drop_pad_mode,
-    expert_tokens_count_or_cumsum_flag,
-    expanded_x_out,
-    expanded_row_idx_out,
-    expert_tokens_count_or_cumsum_out,
-    **_,
-):
-    _without_padding(drop_pad_mode)
-    order = expert_idx.flatten().argsort(stable=True)
-    write(expanded_row_idx_out, _inverse(order))
-    write(expanded_x_out, x[order[: len(expanded_x_out)] * len(x) // len(order)])
-    if expert_tokens_count_or_cumsum_flag:
-        counts = expert_idx.flatten().long().bincount(minlength=expert_num)
-        write(
-            expert_tokens_count_or_cumsum_out, counts.cumsum(0) if expert_tokens_count_or_cumsum_flag == 1 else counts
-        )
+def init_routing_v2(expert_tokens_count_or_cumsum_flag, **rest):
+    flag = expert_tokens_count_or_cumsum_flag
+    kind = CUMULATIVE if flag == 1 else COUNT
+    init_routing_v3(expert_tokens_num_flag=flag, expert_tokens_num_type=kind, **rest)
 
 
 @kernel_by_name("aclnnMoeInitRoutingV2Grad")
 def init_routing_grad(grad_expanded_x, expanded_row_idx, top_k, drop_pad_mode, active_num, out):
-    _without_padding(drop_pad_mode)
+    without(drop_pad_mode=drop_pad_mode or None)
     positions = expanded_row_idx.long()
     kept = positions < len(grad_expanded_x)
     rows = torch.zeros(len(positions), grad_expanded_x.shape[1])
@@ -280,15 +240,15 @@ def init_routing_v3(
     drop_pad_mode,
     expert_tokens_num_type,
     expert_tokens_num_flag,
-    quant_mode,
-    active_expert_range,
-    row_idx_type,
     expanded_x_out,
     expanded_row_idx_out,
     expert_tokens_count_or_cumsum_out,
+    quant_mode=NOT_QUANTISED,
+    active_expert_range=None,
+    row_idx_type=0,
     **_,
 ):
-    _without_padding(drop_pad_mode)
+    without(drop_pad_mode=drop_pad_mode or None)
     everyone = [0, expert_num]
     if quant_mode != NOT_QUANTISED or (active_expert_range or everyone) != everyone:
         raise NotImplementedError("the emulator's kernel has no quantisation and no active_expert_range")
@@ -308,10 +268,6 @@ def init_routing_v3(
         pairs = torch.zeros(expert_num, 2, dtype=torch.int64)
         pairs[: len(used)] = torch.cat((used, counts[used]), dim=1)
         write(expert_tokens_count_or_cumsum_out, pairs)
-
-
-def _without_padding(drop_pad_mode: int) -> None:
-    without(drop_pad_mode=drop_pad_mode or None)
 
 
 @kernel_by_name("aclnnMoeFinalizeRouting", "aclnnMoeFinalizeRoutingV2", "aclnnMoeFinalizeRoutingV4")

@@ -18,44 +18,22 @@ ROUNDING = {1: torch.round, 2: torch.floor, 3: torch.ceil, 5: torch.trunc, 7: to
 """The argument ``roundMode`` of ``aclnnForeachRoundOffNumber``."""
 
 
-def add(left, right, alpha):
-    return torch.add(left, right, alpha=alpha)
+def by_keyword(function: Function, keyword: str) -> Function:
+    """Return ``function`` with its last argument passed by this keyword."""
+    return lambda *arguments: function(*arguments[:-1], **{keyword: arguments[-1]})
 
 
-def subtract(left, right, alpha):
-    return torch.sub(left, right, alpha=alpha)
-
-
-def clamp_min(x, bound):
-    return torch.clamp(x, min=bound)
-
-
-def clamp_max(x, bound):
-    return torch.clamp(x, max=bound)
-
-
-def addcmul(x, left, right, value):
-    return torch.addcmul(x, left, right, value=value)
-
-
-def addcdiv(x, left, right, value):
-    return torch.addcdiv(x, left, right, value=value)
-
-
-def reverse_subtract(left, right, alpha):
-    return torch.rsub(left, right, alpha=alpha)
+add = by_keyword(torch.add, "alpha")
+subtract = by_keyword(torch.sub, "alpha")
+reverse_subtract = by_keyword(torch.rsub, "alpha")
+addcmul = by_keyword(torch.addcmul, "value")
+addcdiv = by_keyword(torch.addcdiv, "value")
+clamp_min = by_keyword(torch.clamp, "min")
+clamp_max = by_keyword(torch.clamp, "max")
 
 
 def divide(left, right, mode):
     return torch.div(left, right, rounding_mode=ROUNDING_MODES[mode])
-
-
-def add_to_scalar(left, right, alpha):
-    return torch.add(torch.as_tensor(left), right, alpha=alpha)
-
-
-def add_relu(left, right, alpha):
-    return torch.relu(torch.add(left, right, alpha=alpha))
 
 
 def logit(x, eps):
@@ -80,8 +58,8 @@ ONE_TENSOR: dict[str, Function] = {
 
 ARITHMETIC: dict[str, Function] = {
     "Add": add,
-    "AddRelu": add_relu,
-    "AddV3": add_to_scalar,
+    "AddRelu": lambda left, right, alpha: torch.relu(add(left, right, alpha)),
+    "AddV3": lambda left, right, alpha: add(torch.as_tensor(left), right, alpha),
     "Addcdiv": addcdiv,
     "Addcmul": addcmul,
     "Adds": add,
@@ -121,7 +99,7 @@ ARITHMETIC: dict[str, Function] = {
     "RemainderScalarTensor": torch.remainder,
     "RemainderTensorScalar": torch.remainder,
     "RemainderTensorTensor": torch.remainder,
-    "RoundDecimals": lambda x, decimals: torch.round(x, decimals=decimals),
+    "RoundDecimals": by_keyword(torch.round, "decimals"),
     "Rsub": reverse_subtract,
     "Rsubs": reverse_subtract,
     "Sub": subtract,

@@ -8,47 +8,30 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_npu.emulator.kernels.registry import kernel, register, to_last_two, write, write_all
+from torchtitan_npu.emulator.kernels.registry import (
+    kernel,
+    register,
+    to_last_in_its_dtype,
+    to_last_two,
+    write,
+    write_all,
+)
 
-
-@kernel("aclnnReduceSum")
-def sum_(x, dims, keep, dtype, out):
-    write(out, torch.sum(x, dims or (), keep, dtype=out.dtype))
-
-
-@kernel("aclnnReduceNansum")
-def nansum(x, dims, keep, dtype, out):
-    write(out, torch.nansum(x, dims or (), keep, dtype=out.dtype))
-
-
-@kernel("aclnnMean")
-def mean(x, dims, keep, dtype, out):
-    write(out, torch.mean(x, dims or (), keep, dtype=out.dtype))
-
-
-@kernel("aclnnProd")
-def product(x, dtype, out):
-    write(out, torch.prod(x, dtype=out.dtype))
-
-
-@kernel("aclnnProdDim")
-def product_along(x, dim, keep, dtype, out):
-    write(out, torch.prod(x, dim, keep, dtype=out.dtype))
-
-
-@kernel("aclnnCumsum")
-def running_sum(x, dim, dtype, out):
-    write(out, torch.cumsum(x, dim, dtype=out.dtype))
-
-
-@kernel("aclnnCumprod")
-def running_product(x, dim, dtype, out):
-    write(out, torch.cumprod(x, int(dim), dtype=out.dtype))
-
-
-@kernel("aclnnLinalgVectorNorm")
-def vector_norm(x, order, dims, keep, dtype, out):
-    write(out, torch.linalg.vector_norm(x, order, dims or None, keep, dtype=out.dtype))
+register(
+    {
+        "Cumprod": lambda x, dim, dtype: torch.cumprod(x, int(dim), dtype=dtype),
+        "Cumsum": torch.cumsum,
+        "LinalgVectorNorm": lambda x, order, dims, keep, dtype: torch.linalg.vector_norm(
+            x, order, dims or None, keep, dtype=dtype
+        ),
+        "Mean": lambda x, dims, keep, dtype: torch.mean(x, dims or (), keep, dtype=dtype),
+        "Prod": torch.prod,
+        "ProdDim": torch.prod,
+        "ReduceNansum": lambda x, dims, keep, dtype: torch.nansum(x, dims or (), keep, dtype=dtype),
+        "ReduceSum": lambda x, dims, keep, dtype: torch.sum(x, dims or (), keep, dtype=dtype),
+    },
+    make=to_last_in_its_dtype,
+)
 
 
 @kernel("aclnnNorm")
@@ -72,10 +55,6 @@ def histogram(x, bins, low, high, out):
     write(out, torch.histc(exact, bins, low, high))
 
 
-def bincount(x, weights, length):
-    return torch.bincount(x, weights, length)
-
-
 register(
     {
         "All": lambda x, dims, keep: torch.all(x, dims or None, keep),
@@ -84,7 +63,7 @@ register(
         "Any": lambda x, dims, keep: torch.any(x, dims or None, keep),
         "ArgMax": torch.argmax,
         "ArgMin": torch.argmin,
-        "Bincount": bincount,
+        "Bincount": torch.bincount,
         "LogSumExp": lambda x, dims, keep: torch.logsumexp(x, dims or tuple(range(x.dim())), keep),
         "Max": torch.max,
         "Median": torch.median,
@@ -109,26 +88,15 @@ register(
         "MedianDim": torch.median,
         "MinDim": torch.min,
         "NanMedianDim": torch.nanmedian,
+        "Sort": lambda x, stable, dim, descending: torch.sort(x, dim=dim, descending=descending, stable=stable),
         "StdMeanCorrection": lambda x, dims, correction, keep: torch.std_mean(
             x, dims or None, correction=correction, keepdim=keep
         ),
+        "Topk": torch.topk,
+        "TopkV2": lambda x, k, dim, largest, sort, reserved: torch.topk(x, k, dim, largest, sort),
         "VarMean": lambda x, dims, correction, keep: torch.var_mean(
             x, dims or None, correction=correction, keepdim=keep
         ),
-    },
-    make=to_last_two,
-)
-
-
-def sort(x, stable, dim, descending):
-    return torch.sort(x, dim=dim, descending=descending, stable=stable)
-
-
-register(
-    {
-        "Sort": sort,
-        "Topk": torch.topk,
-        "TopkV2": lambda x, k, dim, largest, sort, reserved: torch.topk(x, k, dim, largest, sort),
     },
     make=to_last_two,
 )

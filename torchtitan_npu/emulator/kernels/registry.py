@@ -108,6 +108,16 @@ def to_first(function: Function) -> Kernel:
     return run
 
 
+def to_last_in_its_dtype(function: Function) -> Kernel:
+    """Return a kernel like :func:`to_last`, for operators with a dtype before the output: that of the output."""
+
+    def run(*arguments: Any) -> None:
+        *inputs, _, out = arguments
+        write(out, function(*inputs, dtype=out.dtype))
+
+    return run
+
+
 def register(functions: dict[str, Function], in_place: str = "", make: Callable[[Function], Kernel] = to_last) -> None:
     """Register ``aclnn<name>`` for each function, and ``aclnnInplace<name>`` for the names listed in ``in_place``."""
     for name, function in functions.items():
@@ -127,23 +137,19 @@ def describe(value: Any) -> str:
 
 def describe_call(name: str, arguments: tuple[Any, ...]) -> str:
     """Return a call with the prototype's names: ``aclnnAdd(self=float32[2], other=…)``."""
-    names = prototype(name)["arguments"]
+    names = prototypes()[name]["arguments"]
     return f"{name}({', '.join(f'{key}={describe(value)}' for key, value in zip(names, arguments, strict=True))})"
 
 
 @cache
 def argument_names(name: str) -> list[str]:
     """Return the names of an operator's arguments as Python writes them: ``attenMaskOptional`` is ``atten_mask``."""
-    names = (argument.removesuffix("Optional") for argument in prototype(name)["arguments"])
+    names = (argument.removesuffix("Optional") for argument in prototypes()[name]["arguments"])
     words = (re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower() for name in names)
     return [f"{word}_" if keyword.iskeyword(word) else word for word in words]
 
 
-def prototype(name: str) -> dict[str, Any]:
-    """Return the entry of an operator in ``prototypes.json``."""
-    return _prototypes()[name]
-
-
 @cache
-def _prototypes() -> dict[str, Any]:
+def prototypes() -> dict[str, Any]:
+    """Return the table of ``prototypes.json``."""
     return json.loads(PROTOTYPES.read_text())

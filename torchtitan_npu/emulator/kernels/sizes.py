@@ -6,29 +6,35 @@ all tensors are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_npu.emulator.kernels.registry import Refused, check
+from torchtitan_npu.emulator.kernels.registry import Function, Refused, check
 
 
-def check_sizes_of(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that raises torch's error for sizes that the operators ``names`` refuse."""
+def check_index_select(x: Tensor, dim: int, index: Tensor, *_: Any) -> None:
+    torch.cumsum(x, dim)
+    if index.dim() > 1:
+        raise Refused(f"index must have at most 1 dimension, not {index.dim()}")
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(*arguments: Any) -> None:
-            try:
-                function(*map(as_meta, arguments))
-            except (RuntimeError, IndexError) as error:
-                raise Refused(str(error)) from None
 
-        check(*names)(refuse)
-        return function
-
-    return register
+SIZES: dict[str, Function] = {
+    "Matmul Mm BatchMatMul Mv": lambda left, right, *_: torch.matmul(left, right),
+    "Dot": lambda left, right, *_: torch.dot(left, right),
+    "Addmm InplaceAddmm Baddbmm": lambda x, left, right, *_: torch.add(x, torch.matmul(left, right)),
+    "Cat": lambda tensors, dim, *_: torch.cat(tensors, dim),
+    "Stack": lambda tensors, dim, *_: torch.stack(tensors, dim),
+    "Topk TopkV2": lambda x, count, dim, *_: torch.topk(x, count, dim),
+    "Softmax LogSoftmax Cumsum": lambda x, dim, *_: torch.cumsum(x, dim),  # torch's error for the dimension
+    "Sort": lambda x, stable, dim, *_: torch.cumsum(x, dim),
+    "IndexSelect": check_index_select,
+    "Gather": lambda x, dim, index, *_: torch.gather(x, dim, index.long()),
+    "ScatterAdd": lambda x, dim, index, source, *_: torch.scatter_add(x, dim, index.long(), source),
+    "IndexAdd IndexAddV2": lambda x, dim, index, source, *_: torch.index_add(x, dim, index.long(), source),
+}
+"""Functions that raise torch's error for sizes that these operators refuse."""
 
 
 def as_meta(value: Any) -> Any:
@@ -37,63 +43,15 @@ def as_meta(value: Any) -> Any:
     return [as_meta(item) for item in value] if isinstance(value, list) else value
 
 
-@check_sizes_of("aclnnMatmul", "aclnnMm", "aclnnBatchMatMul", "aclnnMv")
-def matmul(left, right, *_):
-    torch.matmul(left, right)
+def refuse_with(function: Function) -> Function:
+    def refuse(*arguments: Any) -> None:
+        try:
+            function(*map(as_meta, arguments))
+        except (RuntimeError, IndexError) as error:
+            raise Refused(str(error)) from None
+
+    return refuse
 
 
-@check_sizes_of("aclnnDot")
-def dot(left, right, *_):
-    torch.dot(left, right)
-
-
-@check_sizes_of("aclnnAddmm", "aclnnInplaceAddmm", "aclnnBaddbmm")
-def add_product(x, left, right, *_):
-    torch.add(x, torch.matmul(left, right))
-
-
-@check_sizes_of("aclnnCat")
-def cat(tensors, dim, *_):
-    torch.cat(tensors, dim)
-
-
-@check_sizes_of("aclnnStack")
-def stack(tensors, dim, *_):
-    torch.stack(tensors, dim)
-
-
-@check_sizes_of("aclnnTopk", "aclnnTopkV2")
-def topk(x, count, dim, *_):
-    torch.topk(x, count, dim)
-
-
-@check_sizes_of("aclnnSoftmax", "aclnnLogSoftmax", "aclnnCumsum")
-def check_dim(x, dim, *_):
-    torch.cumsum(x, dim)
-
-
-@check_sizes_of("aclnnSort")
-def sort(x, stable, dim, *_):
-    check_dim(x, dim)
-
-
-@check_sizes_of("aclnnIndexSelect")
-def index_select(x, dim, index, *_):
-    check_dim(x, dim)
-    if index.dim() > 1:
-        raise Refused(f"index must have at most 1 dimension, not {index.dim()}")
-
-
-@check_sizes_of("aclnnGather")
-def gather(x, dim, index, *_):
-    torch.gather(x, dim, index.long())
-
-
-@check_sizes_of("aclnnScatterAdd")
-def scatter_add(x, dim, index, source, *_):
-    torch.scatter_add(x, dim, index.long(), source)
-
-
-@check_sizes_of("aclnnIndexAdd", "aclnnIndexAddV2")
-def index_add(x, dim, index, source, *_):
-    torch.index_add(x, dim, index.long(), source)
+for _names, _function in SIZES.items():
+    check(*(f"aclnn{name}" for name in _names.split()))(refuse_with(_function))
