@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +20,8 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
-from tests._helpers.layouts import DEGREES
-from tests._helpers.recorded_calls import check_sampled
 from torchtitan_npu.cli.doctor.call_description import describe
+from torchtitan_npu.cli.doctor.operators import NOT_CALLED, recorded_calls
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken
 from torchtitan_npu.config.job_config import Dsa, JobConfig
 from torchtitan_npu.converters import CONVERTERS, exact_converters
@@ -32,6 +34,8 @@ from torchtitan_npu.layers.documents import CuSeqlens, Documents
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.core.arguments import by_name
 from torchtitan_npu.planner import AssumedLoad, Calls, fake_device, fake_ranks
+from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.prover.draws import DEGREES
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 RANKS = 8
@@ -65,6 +69,10 @@ OF_TORCH_NPU = {
 }
 """torch_npu's own ``npu::`` kernels of torch's operators. Neither our limits nor the doctor's samples have them, and
 ``tests/emulator/test_fused_formulas.py`` and ``test_kernels.py`` run them."""
+
+
+RECORDED = os.environ.get("RECORDED_CALLS")
+"""Set by tools/recorded_calls.py, which reads a file per step there."""
 
 
 @dataclass
@@ -110,7 +118,7 @@ def op_name(op: OpOverload) -> str:
 def run_step(model: str, converters: tuple[str, ...] = (), dsa: dict[str, Any] | None = None, **layout: int) -> Step:
     """Run a step of ``model`` on one device or, with a ``layout``, as the first of :data:`RANKS` ranks.
 
-    The keys of ``layout`` are those of :data:`tests._helpers.layouts.DEGREES`; remaining ranks are FSDP shards.
+    The keys of ``layout`` are those of :data:`torchtitan_npu.prover.draws.DEGREES`; remaining ranks are FSDP shards.
     ``dsa`` is the job's section of that name.
     """
     config = job(model, converters, layout)
@@ -159,7 +167,8 @@ def train_step(config: JobConfig, args: Any) -> Step:
     which a fake process group cannot send.
     """
     spec = get_train_spec(config.model.name)
-    dims = _dims(config)
+    dims = JobContext(config, torch.distributed.get_world_size()).dims
+    dims.build_mesh()  # before fake tensors are enabled: a mesh holds a tensor of ranks
     if dims.tp_enabled:
         use_matmul_sharding(dims.get_mesh("tp"), config.npu.matmul_sharding)
     model = _build(config, args)
@@ -263,22 +272,6 @@ def _documents(batch: int, sequence: int, device: torch.device) -> Documents:
     return Documents(CuSeqlens.from_integers(ends, device), CuSeqlens.from_integers(ends, device))
 
 
-def _dims(config: JobConfig) -> ParallelDims:
-    p = config.parallelism
-    dims = ParallelDims(
-        dp_replicate=p.data_parallel_replicate_degree,
-        dp_shard=p.data_parallel_shard_degree,
-        cp=p.context_parallel_degree,
-        tp=p.tensor_parallel_degree,
-        pp=p.pipeline_parallel_degree,
-        ep=p.expert_parallel_degree,
-        etp=p.expert_tensor_parallel_degree,
-        world_size=torch.distributed.get_world_size(),
-    )
-    dims.build_mesh()  # before fake tensors are enabled: a mesh holds a tensor of ranks
-    return dims
-
-
 def _record_outputs(model: nn.Module) -> dict[str, list[Any]]:
     outputs: dict[str, list[Any]] = {}
     for name, module in model.named_modules():
@@ -289,3 +282,41 @@ def _record_outputs(model: nn.Module) -> dict[str, list[Any]]:
 
         module.register_forward_hook(record)
     return outputs
+
+
+def check_sampled(calls: CallsAndLimits) -> None:
+    """Assert that each call is one that the doctor samples.
+
+    ``tests/emulator/test_tools.py`` runs the doctor's samples on the emulator.
+    """
+    if not RECORDED:
+        for op in calls.described.keys() - set(NOT_CALLED):
+            sampled = [call["arguments"] for call in recorded_calls().get(op, [])]
+            missing = [call for call in calls.described[op] if call not in sampled]
+            assert not missing, f"{op}: call check_calls in this test and run python -m tools.recorded_calls"
+
+
+def check_calls(step: str, calls: CallsAndLimits) -> None:
+    """Assert that the file has exactly the calls of ``step``."""
+    if RECORDED:
+        (Path(RECORDED) / f"{step}.json").write_text(json.dumps(calls.described))
+    else:
+        assert _sorted(calls.described) == _sorted(_recorded(step)), "run python -m tools.recorded_calls"
+
+
+def step_name(model: str, layout: dict[str, int] | None = None, only: str = "") -> str:
+    """Return a name such as ``"llama3, cp 4, tp 2"``, or ``"llama3, only npu_rope"`` for a step with one converter."""
+    degrees = (f"{name} {degree}" for name, degree in (layout or {}).items())
+    return ", ".join([model, *([f"only {only}"] if only else []), *degrees])
+
+
+def _recorded(step: str) -> dict[str, list[dict[str, Any]]]:
+    calls = {
+        op: [call["arguments"] for call in recorded if step in call["steps"]]
+        for op, recorded in recorded_calls().items()
+    }
+    return {op: described for op, described in calls.items() if described}
+
+
+def _sorted(calls: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
+    return {op: sorted(json.dumps(call, sort_keys=True) for call in described) for op, described in calls.items()}

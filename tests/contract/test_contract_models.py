@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests._helpers.contract_step import MODELS, RANKS, Step, job, matching, model_args, run_step, train_step
-from tests._helpers.recorded_calls import check_calls, step_name
+from tests._helpers.contract_step import (
+    MODELS,
+    RANKS,
+    Step,
+    check_calls,
+    job,
+    matching,
+    model_args,
+    run_step,
+    step_name,
+    train_step,
+)
 from torchtitan_npu.converters import exact_converters
 from torchtitan_npu.converters.dsa import FusedAttention
 from torchtitan_npu.layers.documents import Documents
@@ -126,8 +136,8 @@ def test_converted(model: str, converters: tuple[str, ...]) -> None:
     assert all(converted.targets.values())
     check_calls(step_name(model, only="" if converters == matching(model) else converters[0]), converted.calls)
     removed = removed_operators(model, converters)
-    kept = Counter({op: n for op, n in plain.calls.count("npu").items() if f"npu::{op}" not in removed})
-    assert converted.calls.count("npu") == kept + expected_calls(model, converted)
+    remaining = Counter({op: n for op, n in plain.calls.count("npu").items() if f"npu::{op}" not in removed})
+    assert converted.calls.count("npu") == remaining + expected_calls(model, converted)
     before, after = Counter(plain.calls.names), Counter(converted.calls.names)
     for name in converters:
         small = next(op for op in EXPECTED[name].instead_of if op in before)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 
 from tests._helpers import contract_step as step
-from tests._helpers.contract_step import Step
-from tests._helpers.recorded_calls import check_calls, step_name
+from tests._helpers.contract_step import Step, check_calls, step_name
 from torchtitan_npu.converters.attention import NpuDocumentMask
 from torchtitan_npu.layers.documents import CuSeqlens, Documents
 from torchtitan_npu.models.qwen3_vl import (

@@ -12,6 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+bf16, fp16, fp32, int32, int64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+Shape = tuple[int, ...]
+Arguments = Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Positional and keyword arguments on a device."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -19,7 +27,7 @@ class Case:
 
     op: str
     what: str
-    arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
+    arguments: Arguments
     rejected_by: str | None = None
     """``None``: the call is valid. ``"torch_npu"``: torch_npu's meta kernel or C++ checks reject it, and so must ours.
     ``"us"``: only our checks reject it. torch_npu's meta kernel accepts it, and the NPU's kernel would not."""
@@ -29,6 +37,26 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}: {self.what}"
+
+
+def tensors(*shapes: Shape, dtype: torch.dtype = bf16, **keywords: Any) -> Arguments:
+    """Return a call with random tensors of these shapes, then keywords."""
+    return lambda device: (tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), keywords)
+
+
+def changed(call: Arguments, index: int, change: Callable[[Tensor], Any]) -> Arguments:
+    """Return the call with one positional argument changed."""
+
+    def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = call(device)
+        return (*args[:index], change(args[index]), *args[index + 1 :]), kwargs
+
+    return arguments
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """Return the tensor with its first two dimensions swapped in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def all_cases() -> list[Case]:

@@ -6,26 +6,26 @@ from typing import Any
 
 import torch
 
-from tests._helpers.op_cases import Case
+from tests._helpers.op_cases import Arguments, Case, Shape, bf16, fp16, fp32
 
-Shape = tuple[int, ...]
-BSND: tuple[Shape, Shape, Shape] = ((2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
-BNSD: tuple[Shape, Shape, Shape] = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 8))
-BSH: tuple[Shape, Shape, Shape] = ((2, 6, 32), (2, 5, 16), (2, 5, 12))
-SBH: tuple[Shape, Shape, Shape] = ((6, 2, 32), (5, 2, 16), (5, 2, 12))
-TND: tuple[Shape, Shape, Shape] = ((6, 4, 8), (5, 2, 8), (5, 2, 4))
+Shapes = tuple[Shape, Shape, Shape]
+BSND: Shapes = ((2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
+BNSD: Shapes = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 8))
+BSH: Shapes = ((2, 6, 32), (2, 5, 16), (2, 5, 12))
+SBH: Shapes = ((6, 2, 32), (5, 2, 16), (5, 2, 12))
+TND: Shapes = ((6, 4, 8), (5, 2, 8), (5, 2, 4))
 ENDS = {"actual_seq_qlen": [2, 6], "actual_seq_kvlen": [2, 5]}
 
 
-def attention(  # type: ignore[no-untyped-def]
+def attention(
     layout: str,
-    shapes: tuple[Shape, Shape, Shape],
+    shapes: Shapes,
     head_num: int = 4,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = bf16,
     mask: Shape | None = None,
     mask_dtype: torch.dtype = torch.bool,
     **keywords: Any,
-):
+) -> Arguments:
     """Return a call. ``mask`` is a shape."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -38,25 +38,25 @@ def attention(  # type: ignore[no-untyped-def]
     return arguments
 
 
-def strided(layout: str):  # type: ignore[no-untyped-def]
+def strided(layout: str) -> Arguments:
     """Return a call with BNSD as views of BSND, or the reverse."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         shapes = BNSD if layout == "BSND" else BSND
-        tensors = (torch.randn(shape, dtype=torch.bfloat16, device=device).transpose(1, 2) for shape in shapes)
+        tensors = (torch.randn(shape, dtype=bf16, device=device).transpose(1, 2) for shape in shapes)
         return (*tensors, 4, layout), {}
 
     return arguments
 
 
-def grad(  # type: ignore[no-untyped-def]
+def grad(
     layout: str,
-    shapes: tuple[Shape, Shape, Shape],
-    output: Shape,
-    statistic: Shape,
-    dtype: torch.dtype = torch.bfloat16,
+    shapes: Shapes,
+    output: Shape = (2, 6, 4, 8),
+    statistic: Shape = (2, 4, 6, 8),
+    dtype: torch.dtype = bf16,
     **keywords: Any,
-):
+) -> Arguments:
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = (torch.randn(shape, dtype=dtype, device=device) for shape in (*shapes, output))
         statistics = {name: torch.ones(statistic, device=device) for name in ("softmax_max", "softmax_sum")}
@@ -76,13 +76,9 @@ CASES = [
     Case(NAME, "SBH, smaller values", attention("SBH", SBH)),
     Case(NAME, "TND, smaller values", attention("TND", TND, **ENDS)),
     Case(NAME, "TND, statistics in TND", attention("TND", TND, **ENDS, softmax_layout="TND")),
-    Case(
-        NAME,
-        "TND, a document without tokens",
-        attention("TND", TND, actual_seq_qlen=[2, 2, 6], actual_seq_kvlen=[2, 2, 5]),
-    ),
-    Case(NAME, "float32", attention("BSND", BSND, dtype=torch.float32)),
-    Case(NAME, "float16, BNSD", attention("BNSD", BNSD, dtype=torch.float16)),
+    Case(NAME, "TND, an empty document", attention("TND", TND, actual_seq_qlen=[2, 2, 6], actual_seq_kvlen=[2, 2, 5])),
+    Case(NAME, "float32", attention("BSND", BSND, dtype=fp32)),
+    Case(NAME, "float16, BNSD", attention("BNSD", BNSD, dtype=fp16)),
     Case(NAME, "strided BSND", strided("BSND")),
     Case(NAME, "strided BNSD", strided("BNSD")),
     Case(NAME, "causal", attention("BSND", BSND, mask=CAUSAL, sparse_mode=2)),
@@ -114,19 +110,17 @@ CASES = [
     Case(NAME, "batches differ", attention("BSND", (BSND[0], (1, 5, 2, 8), (1, 5, 2, 8))), "us"),
     Case(NAME, "causal without a mask", attention("BSND", BSND, sparse_mode=2), "us"),
     Case(NAME, "causal with a mask of the scores' size", attention("BSND", BSND, mask=(6, 5), sparse_mode=2), "us"),
-    Case(NAME, "float mask", attention("BSND", BSND, mask=(6, 5), mask_dtype=torch.float32), "us"),
+    Case(NAME, "float mask", attention("BSND", BSND, mask=(6, 5), mask_dtype=fp32), "us"),
     Case(NAME, "band", attention("BSND", BSND, mask=CAUSAL, sparse_mode=4), "us"),
-    Case(
-        NAME, "lengths that do not add up", attention("TND", TND, actual_seq_qlen=[2, 5], actual_seq_kvlen=[2, 5]), "us"
-    ),
+    Case(NAME, "lengths that do not fit", attention("TND", TND, actual_seq_qlen=[2, 5], actual_seq_kvlen=[2, 5]), "us"),
     Case(NAME, "lengths in BSND", attention("BSND", BSND, **ENDS), "us"),
-    Case(GRAD, "BSND", grad("BSND", BSND, (2, 6, 4, 8), (2, 4, 6, 8))),
-    Case(GRAD, "BNSD, float32", grad("BNSD", BNSD, (2, 4, 6, 8), (2, 4, 6, 8), torch.float32)),
+    Case(GRAD, "BSND", grad("BSND", BSND)),
+    Case(GRAD, "BNSD, float32", grad("BNSD", BNSD, (2, 4, 6, 8), (2, 4, 6, 8), fp32)),
     Case(GRAD, "BSH", grad("BSH", BSH, (2, 6, 24), (2, 4, 6, 8))),
     Case(GRAD, "TND", grad("TND", TND, (6, 4, 4), (6, 4, 8), **ENDS)),
-    Case(GRAD, "unknown layout", grad("BSXD", BSND, (2, 6, 4, 8), (2, 4, 6, 8)), "torch_npu"),
-    Case(GRAD, "keep_prob 2", grad("BSND", BSND, (2, 6, 4, 8), (2, 4, 6, 8), keep_prob=2.0), "torch_npu"),
+    Case(GRAD, "unknown layout", grad("BSXD", BSND), "torch_npu"),
+    Case(GRAD, "keep_prob 2", grad("BSND", BSND, keep_prob=2.0), "torch_npu"),
     Case(GRAD, "statistics of the wrong shape", grad("BSND", BSND, (2, 6, 4, 8), (2, 6, 4, 8)), "us"),
     Case(GRAD, "dy of the wrong shape", grad("BSND", BSND, (2, 6, 4, 7), (2, 4, 6, 8)), "us"),
-    Case(GRAD, "no statistics", grad("BSND", BSND, (2, 6, 4, 8), (2, 4, 6, 8), softmax_max=None), "us"),
+    Case(GRAD, "no statistics", grad("BSND", BSND, softmax_max=None), "us"),
 ]

@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
-from tests._helpers.op_cases import Case
+from tests._helpers.op_cases import Arguments, Case, Shape, bf16, fp16, fp32, int32, int64
 
 
-def gmm(  # type: ignore[no-untyped-def]
-    x: tuple[int, ...] = (16, 8),
-    weight: tuple[int, ...] = (4, 8, 6),
-    groups: tuple[int, ...] = (4,),
-    dtype: torch.dtype = torch.bfloat16,
-    index: torch.dtype = torch.int64,
+def gmm(
+    x: Shape = (16, 8),
+    weight: Shape = (4, 8, 6),
+    groups: Shape = (4,),
+    dtype: torch.dtype = bf16,
+    index: torch.dtype = int64,
     transposed: str = "",
-    bias: tuple[int, ...] | None = None,
-    bias_dtype: torch.dtype = torch.float32,
+    bias: Shape | None = None,
+    bias_dtype: torch.dtype = fp32,
     **keywords: Any,
-):
+) -> Arguments:
     """``transposed`` names the tensors that are transposed views: ``"x"``, ``"weight"``."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def make(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        def make(name: str, shape: Shape) -> torch.Tensor:
             if name in transposed:
                 return torch.randn(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device=device).mT
             return torch.randn(shape, dtype=dtype, device=device)
@@ -38,9 +38,7 @@ def gmm(  # type: ignore[no-untyped-def]
     return arguments
 
 
-def lists(  # type: ignore[no-untyped-def]
-    *shapes: tuple[tuple[int, ...], tuple[int, ...]], bias: bool = False, **keywords: Any
-):
+def lists(*shapes: tuple[Shape, Shape], bias: bool = False, **keywords: Any) -> Arguments:
     """Return a call without groups: a product for each pair of shapes."""
 
     def arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,15 +51,15 @@ def lists(  # type: ignore[no-untyped-def]
     return arguments
 
 
-def add(  # type: ignore[no-untyped-def]
-    input: tuple[int, ...] = (4, 8, 6),
-    x: tuple[int, ...] = (16, 8),
-    weight: tuple[int, ...] = (16, 6),
-    dtype: torch.dtype = torch.bfloat16,
-    accumulator: torch.dtype = torch.float32,
-    index: torch.dtype = torch.int64,
+def add(
+    input: Shape = (4, 8, 6),
+    x: Shape = (16, 8),
+    weight: Shape = (16, 6),
+    dtype: torch.dtype = bf16,
+    accumulator: torch.dtype = fp32,
+    index: torch.dtype = int64,
     **keywords: Any,
-):
+) -> Arguments:
     return lambda device: (
         (
             torch.zeros(input, dtype=accumulator, device=device),
@@ -73,48 +71,49 @@ def add(  # type: ignore[no-untyped-def]
     )
 
 
+GMM, ADD = "npu_grouped_matmul", "npu_grouped_matmul_add_"
 K = {"x": (8, 16), "weight": (16, 6), "group_type": 2}
 
 CASES = [
-    Case("npu_grouped_matmul", "rows by sizes, bf16", gmm()),
-    Case("npu_grouped_matmul", "rows by ends, float16", gmm(group_list_type=0, dtype=torch.float16)),
-    Case("npu_grouped_matmul", "rows, float32", gmm(dtype=torch.float32)),
-    Case("npu_grouped_matmul", "rows, split_item 2", gmm(split_item=2)),
-    Case("npu_grouped_matmul", "rows, transposed weight", gmm(transposed="weight")),
-    Case("npu_grouped_matmul", "rows, no tokens", gmm(x=(0, 8))),
-    Case("npu_grouped_matmul", "rows, one group", gmm(weight=(1, 8, 6), groups=(1,), group_list_type=0)),
-    Case("npu_grouped_matmul", "rows, bias", gmm(bias=(4, 6))),
-    Case("npu_grouped_matmul", "rows, float16 bias", gmm(bias=(4, 6), bias_dtype=torch.float16, dtype=torch.float16)),
-    Case("npu_grouped_matmul", "summed dimension by sizes", gmm(**K, transposed="x")),
-    Case("npu_grouped_matmul", "summed dimension by ends", gmm(**K, transposed="x", group_list_type=0)),
-    Case("npu_grouped_matmul", "summed dimension, float32", gmm(**K, transposed="x", dtype=torch.float32)),
-    Case("npu_grouped_matmul", "summed dimension, no tokens", gmm((8, 0), (0, 6), transposed="x", group_type=2)),
-    Case("npu_grouped_matmul", "no groups", lists(((3, 8), (8, 6)), ((5, 4), (4, 2)))),
-    Case("npu_grouped_matmul", "no groups, bias", lists(((3, 8), (8, 6)), ((5, 4), (4, 2)), bias=True)),
-    Case("npu_grouped_matmul", "no groups, more dimensions", lists(((2, 3, 8), (8, 6)), ((2, 4, 4), (4, 2)))),
-    Case("npu_grouped_matmul", "no groups, more and fewer dimensions", lists(((2, 3, 8), (8, 6)), ((5, 4), (4, 2)))),
-    Case("npu_grouped_matmul", "no groups, one product", lists(((2, 3, 8), (8, 6)))),
-    Case("npu_grouped_matmul", "groups of columns", gmm(group_type=1), "torch_npu"),
-    Case("npu_grouped_matmul", "no group_type", gmm(group_type=None), "torch_npu"),
-    Case("npu_grouped_matmul", "empty lists", lists(), "torch_npu"),
-    Case("npu_grouped_matmul", "no groups, split_item 1", lists(((3, 8), (8, 6)), split_item=1), "torch_npu"),
-    Case("npu_grouped_matmul", "K mismatch", gmm(x=(16, 7)), "us"),
-    Case("npu_grouped_matmul", "mismatch in the summed dimension", gmm((8, 15), (16, 6), group_type=2), "us"),
-    Case("npu_grouped_matmul", "int32 group_list", gmm(index=torch.int32), "us"),
-    Case("npu_grouped_matmul", "group_list too short", gmm(groups=(3,)), "us"),
-    Case("npu_grouped_matmul", "group_list of pairs", gmm(groups=(4, 2)), "us"),
-    Case("npu_grouped_matmul", "no group_list", gmm(group_list=None), "us"),
-    Case("npu_grouped_matmul", "group_list_type 2", gmm(group_list_type=2), "us"),
-    Case("npu_grouped_matmul", "split_item 0 with groups", gmm(split_item=0), "us"),
-    Case("npu_grouped_matmul", "bias of the wrong shape", gmm(bias=(6,)), "us"),
-    Case("npu_grouped_matmul", "bias with group_type 2", gmm(**K, bias=(4, 6)), "us"),
-    Case("npu_grouped_matmul", "activation", gmm(act_type=1), "us"),
-    Case("npu_grouped_matmul_add_", "by ends", add()),
-    Case("npu_grouped_matmul_add_", "by sizes, float16", add(group_list_type=1, dtype=torch.float16)),
-    Case("npu_grouped_matmul_add_", "no tokens", add(x=(0, 8), weight=(0, 6))),
-    Case("npu_grouped_matmul_add_", "group_type 0", add(group_type=0), "torch_npu"),
-    Case("npu_grouped_matmul_add_", "x not transposed", add(transpose_x=False), "us"),
-    Case("npu_grouped_matmul_add_", "bf16 accumulator", add(accumulator=torch.bfloat16), "us"),
-    Case("npu_grouped_matmul_add_", "input of the wrong shape", add(input=(4, 8, 7)), "us"),
-    Case("npu_grouped_matmul_add_", "int32 group_list", add(index=torch.int32), "us"),
+    Case(GMM, "rows by sizes, bf16", gmm()),
+    Case(GMM, "rows by ends, float16", gmm(group_list_type=0, dtype=fp16)),
+    Case(GMM, "rows, float32", gmm(dtype=fp32)),
+    Case(GMM, "rows, split_item 2", gmm(split_item=2)),
+    Case(GMM, "rows, transposed weight", gmm(transposed="weight")),
+    Case(GMM, "rows, no tokens", gmm(x=(0, 8))),
+    Case(GMM, "rows, one group", gmm(weight=(1, 8, 6), groups=(1,), group_list_type=0)),
+    Case(GMM, "rows, bias", gmm(bias=(4, 6))),
+    Case(GMM, "rows, float16 bias", gmm(bias=(4, 6), bias_dtype=fp16, dtype=fp16)),
+    Case(GMM, "summed dimension by sizes", gmm(**K, transposed="x")),
+    Case(GMM, "summed dimension by ends", gmm(**K, transposed="x", group_list_type=0)),
+    Case(GMM, "summed dimension, float32", gmm(**K, transposed="x", dtype=fp32)),
+    Case(GMM, "summed dimension, no tokens", gmm((8, 0), (0, 6), transposed="x", group_type=2)),
+    Case(GMM, "no groups", lists(((3, 8), (8, 6)), ((5, 4), (4, 2)))),
+    Case(GMM, "no groups, bias", lists(((3, 8), (8, 6)), ((5, 4), (4, 2)), bias=True)),
+    Case(GMM, "no groups, more dimensions", lists(((2, 3, 8), (8, 6)), ((2, 4, 4), (4, 2)))),
+    Case(GMM, "no groups, more and fewer dimensions", lists(((2, 3, 8), (8, 6)), ((5, 4), (4, 2)))),
+    Case(GMM, "no groups, one product", lists(((2, 3, 8), (8, 6)))),
+    Case(GMM, "groups of columns", gmm(group_type=1), "torch_npu"),
+    Case(GMM, "no group_type", gmm(group_type=None), "torch_npu"),
+    Case(GMM, "empty lists", lists(), "torch_npu"),
+    Case(GMM, "no groups, split_item 1", lists(((3, 8), (8, 6)), split_item=1), "torch_npu"),
+    Case(GMM, "K mismatch", gmm(x=(16, 7)), "us"),
+    Case(GMM, "mismatch in the summed dimension", gmm((8, 15), (16, 6), group_type=2), "us"),
+    Case(GMM, "int32 group_list", gmm(index=int32), "us"),
+    Case(GMM, "group_list too short", gmm(groups=(3,)), "us"),
+    Case(GMM, "group_list of pairs", gmm(groups=(4, 2)), "us"),
+    Case(GMM, "no group_list", gmm(group_list=None), "us"),
+    Case(GMM, "group_list_type 2", gmm(group_list_type=2), "us"),
+    Case(GMM, "split_item 0 with groups", gmm(split_item=0), "us"),
+    Case(GMM, "bias of the wrong shape", gmm(bias=(6,)), "us"),
+    Case(GMM, "bias with group_type 2", gmm(**K, bias=(4, 6)), "us"),
+    Case(GMM, "activation", gmm(act_type=1), "us"),
+    Case(ADD, "by ends", add()),
+    Case(ADD, "by sizes, float16", add(group_list_type=1, dtype=fp16)),
+    Case(ADD, "no tokens", add(x=(0, 8), weight=(0, 6))),
+    Case(ADD, "group_type 0", add(group_type=0), "torch_npu"),
+    Case(ADD, "x not transposed", add(transpose_x=False), "us"),
+    Case(ADD, "bf16 accumulator", add(accumulator=bf16), "us"),
+    Case(ADD, "input of the wrong shape", add(input=(4, 8, 7)), "us"),
+    Case(ADD, "int32 group_list", add(index=int32), "us"),
 ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from tests._helpers.op_cases import Case
-from tests._helpers.op_cases.moe_permute import bf16, call, fp32, int32, int64, transposed
+from tests._helpers.op_cases import Case, bf16, changed, fp16, fp32, int32, int64, strided
+from tests._helpers.op_cases.moe_permute import call
 
 X, BIAS = ((6, 16), bf16), ((16,), bf16)
 OP, BACKWARD = "npu_moe_gating_top_k", "npu_moe_gating_top_k_backward"
@@ -18,13 +16,13 @@ CASES = [
     Case(OP, "sigmoid without the scores", call(X, 2, norm_type=1), forward_only=True),
     Case(OP, "sigmoid", call(X, 2, **SIGMOID)),
     Case(OP, "sigmoid, float32", call(((6, 16), fp32), 2, **SIGMOID, routed_scaling_factor=2.5)),
-    Case(OP, "sigmoid, float16", call(((6, 16), torch.float16), 2, **SIGMOID)),
+    Case(OP, "sigmoid, float16", call(((6, 16), fp16), 2, **SIGMOID)),
     Case(OP, "bias", call(X, 2, bias=BIAS, **SIGMOID)),
     Case(OP, "the best groups", call(X, 4, k_group=2, group_count=4, **SIGMOID)),
     Case(OP, "the best groups by two", call(X, 4, k_group=2, group_count=4, group_select_mode=1, **SIGMOID)),
     Case(OP, "every expert", call(X, 16, **SIGMOID)),
     Case(OP, "a table", call(X, 2, input_ids=((6,), int64), tid2eid=((9, 2), int32), **SIGMOID)),
-    Case(OP, "not contiguous", transposed(0, call(X, 2, **SIGMOID))),
+    Case(OP, "not contiguous", changed(call(X, 2, **SIGMOID), 0, strided)),
     Case(OP, "no tokens", call(((0, 16), bf16), 2, **SIGMOID)),
     Case(OP, "x of 3 dimensions", call(((2, 3, 16), bf16), 2), "torch_npu"),
     Case(OP, "integer x", call(((6, 16), int32), 2), "torch_npu"),

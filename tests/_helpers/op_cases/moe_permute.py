@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests._helpers.op_cases import Case
-
-Arguments = Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
-Shape = tuple[int, ...]
-bf16, fp16, fp32, int32, int64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+from tests._helpers.op_cases import Arguments, Case, bf16, changed, fp16, fp32, int32, int64, strided
 
 
 def call(*values: Any, **keywords: Any) -> Arguments:
@@ -29,73 +24,65 @@ def call(*values: Any, **keywords: Any) -> Arguments:
     )
 
 
-def transposed(index: int, arguments: Arguments) -> Arguments:
-    """Return the call with one positional matrix in column-major order."""
-
-    def build(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = arguments(device)
-        return (*args[:index], args[index].t().contiguous().t(), *args[index + 1 :]), kwargs
-
-    return build
-
-
-TOKENS, INDICES, ROWS, PLACES, PROBS = ((6, 8), bf16), ((6, 2), int64), ((12, 8), bf16), ((12,), int32), ((6, 2), bf16)
+PERMUTE, PERMUTE_GRAD = "npu_moe_token_permute", "npu_moe_token_permute_grad_v2"
+UNPERMUTE, UNPERMUTE_GRAD = "npu_moe_token_unpermute", "npu_moe_token_unpermute_grad_v2"
+TOKENS, INDICES, ROWS, SLOTS, PROBS = ((6, 8), bf16), ((6, 2), int64), ((12, 8), bf16), ((12,), int32), ((6, 2), bf16)
 
 CASES = [
-    Case("npu_moe_token_permute", "bf16", call(TOKENS, INDICES)),
-    Case("npu_moe_token_permute", "float32, int32 indices", call(((6, 8), fp32), ((6, 2), int32))),
-    Case("npu_moe_token_permute", "float16", call(((6, 8), fp16), INDICES)),
-    Case("npu_moe_token_permute", "one expert a token", call(TOKENS, ((6,), int64))),
-    Case("npu_moe_token_permute", "one token", call(((1, 8), bf16), ((1, 2), int64))),
-    Case("npu_moe_token_permute", "no tokens", call(((0, 8), bf16), ((0, 2), int64))),
-    Case("npu_moe_token_permute", "not contiguous", transposed(0, transposed(1, call(TOKENS, INDICES)))),
-    Case("npu_moe_token_permute", "some dropped", call(TOKENS, INDICES, 7)),
-    Case("npu_moe_token_permute", "none dropped", call(TOKENS, INDICES, 100)),
-    Case("npu_moe_token_permute", "num_out_tokens 0", call(TOKENS, INDICES, 0)),
-    Case("npu_moe_token_permute", "the last dropped", call(TOKENS, INDICES, -3)),
-    Case("npu_moe_token_permute", "tokens of 3 dimensions", call(((2, 3, 8), bf16), INDICES), "torch_npu"),
-    Case("npu_moe_token_permute", "indices of 3 dimensions", call(TOKENS, ((6, 2, 1), int64)), "torch_npu"),
-    Case("npu_moe_token_permute", "more dropped than there are", call(TOKENS, INDICES, -13), "torch_npu"),
-    Case("npu_moe_token_permute", "float indices", call(TOKENS, ((6, 2), fp32)), "us"),
-    Case("npu_moe_token_permute", "int8 indices", call(TOKENS, ((6, 2), torch.int8)), "us"),
-    Case("npu_moe_token_permute", "padded_mode", call(TOKENS, INDICES, padded_mode=True), "us"),
-    Case("npu_moe_token_permute", "indices of other tokens", call(TOKENS, ((5, 2), int64)), "us"),
-    Case("npu_moe_token_permute", "integer tokens", call(((6, 8), int64), INDICES), "us"),
-    Case("npu_moe_token_permute_grad_v2", "bf16", call(ROWS, PLACES, 6, bf16, 2)),
-    Case("npu_moe_token_permute_grad_v2", "another dtype", call(ROWS, PLACES, 6, fp32, 2)),
-    Case("npu_moe_token_permute_grad_v2", "some dropped", call(((7, 8), bf16), PLACES, 6, bf16, 2)),
-    Case("npu_moe_token_permute_grad_v2", "sizes that do not match", call(ROWS, PLACES, 5, bf16, 2), "us"),
-    Case("npu_moe_token_permute_grad_v2", "int64 sorted_indices", call(ROWS, ((12,), int64), 6, bf16, 2), "us"),
-    Case("npu_moe_token_permute_grad_v2", "padded_mode", call(ROWS, PLACES, 6, bf16, 2, True), "us"),
+    Case(PERMUTE, "bf16", call(TOKENS, INDICES)),
+    Case(PERMUTE, "float32, int32 indices", call(((6, 8), fp32), ((6, 2), int32))),
+    Case(PERMUTE, "float16", call(((6, 8), fp16), INDICES)),
+    Case(PERMUTE, "one expert a token", call(TOKENS, ((6,), int64))),
+    Case(PERMUTE, "one token", call(((1, 8), bf16), ((1, 2), int64))),
+    Case(PERMUTE, "no tokens", call(((0, 8), bf16), ((0, 2), int64))),
+    Case(PERMUTE, "not contiguous", changed(changed(call(TOKENS, INDICES), 0, strided), 1, strided)),
+    Case(PERMUTE, "some dropped", call(TOKENS, INDICES, 7)),
+    Case(PERMUTE, "none dropped", call(TOKENS, INDICES, 100)),
+    Case(PERMUTE, "num_out_tokens 0", call(TOKENS, INDICES, 0)),
+    Case(PERMUTE, "the last dropped", call(TOKENS, INDICES, -3)),
+    Case(PERMUTE, "tokens of 3 dimensions", call(((2, 3, 8), bf16), INDICES), "torch_npu"),
+    Case(PERMUTE, "indices of 3 dimensions", call(TOKENS, ((6, 2, 1), int64)), "torch_npu"),
+    Case(PERMUTE, "more dropped than there are", call(TOKENS, INDICES, -13), "torch_npu"),
+    Case(PERMUTE, "float indices", call(TOKENS, ((6, 2), fp32)), "us"),
+    Case(PERMUTE, "int8 indices", call(TOKENS, ((6, 2), torch.int8)), "us"),
+    Case(PERMUTE, "padded_mode", call(TOKENS, INDICES, padded_mode=True), "us"),
+    Case(PERMUTE, "indices of other tokens", call(TOKENS, ((5, 2), int64)), "us"),
+    Case(PERMUTE, "integer tokens", call(((6, 8), int64), INDICES), "us"),
+    Case(PERMUTE_GRAD, "bf16", call(ROWS, SLOTS, 6, bf16, 2)),
+    Case(PERMUTE_GRAD, "another dtype", call(ROWS, SLOTS, 6, fp32, 2)),
+    Case(PERMUTE_GRAD, "some dropped", call(((7, 8), bf16), SLOTS, 6, bf16, 2)),
+    Case(PERMUTE_GRAD, "sizes that do not match", call(ROWS, SLOTS, 5, bf16, 2), "us"),
+    Case(PERMUTE_GRAD, "int64 sorted_indices", call(ROWS, ((12,), int64), 6, bf16, 2), "us"),
+    Case(PERMUTE_GRAD, "padded_mode", call(ROWS, SLOTS, 6, bf16, 2, True), "us"),
     *(
         case
-        for op in ("npu_moe_token_unpermute", "_npu_moe_token_unpermute")
+        for op in (UNPERMUTE, f"_{UNPERMUTE}")
         for case in (
-            Case(op, "bf16", call(ROWS, PLACES, PROBS)),
-            Case(op, "float32", call(((12, 8), fp32), PLACES, ((6, 2), fp32))),
-            Case(op, "float32 probs", call(ROWS, PLACES, ((6, 2), fp32))),
-            Case(op, "without probs", call(ROWS, PLACES)),
-            Case(op, "some dropped", call(((7, 8), bf16), PLACES, PROBS)),
+            Case(op, "bf16", call(ROWS, SLOTS, PROBS)),
+            Case(op, "float32", call(((12, 8), fp32), SLOTS, ((6, 2), fp32))),
+            Case(op, "float32 probs", call(ROWS, SLOTS, ((6, 2), fp32))),
+            Case(op, "without probs", call(ROWS, SLOTS)),
+            Case(op, "some dropped", call(((7, 8), bf16), SLOTS, PROBS)),
             Case(op, "no tokens", call(((0, 8), bf16), ((0,), int32), ((0, 2), bf16))),
             Case(op, "sorted_indices of 2 dimensions", call(ROWS, ((6, 2), int32), PROBS), "torch_npu"),
-            Case(op, "tokens of 3 dimensions", call(((1, 12, 8), bf16), PLACES, PROBS), "torch_npu"),
-            Case(op, "padded_mode", call(ROWS, PLACES, PROBS, True), "us"),
-            Case(op, "restore_shape", call(ROWS, PLACES, PROBS, restore_shape=[6, 8]), "us"),
+            Case(op, "tokens of 3 dimensions", call(((1, 12, 8), bf16), SLOTS, PROBS), "torch_npu"),
+            Case(op, "padded_mode", call(ROWS, SLOTS, PROBS, True), "us"),
+            Case(op, "restore_shape", call(ROWS, SLOTS, PROBS, restore_shape=[6, 8]), "us"),
             Case(op, "int64 sorted_indices", call(ROWS, ((12,), int64), PROBS), "us"),
-            Case(op, "probs of other tokens", call(ROWS, PLACES, ((5, 2), bf16)), "us"),
-            Case(op, "integer probs", call(ROWS, PLACES, ((6, 2), int32)), "us"),
-            Case(op, "more rows than slots", call(((13, 8), bf16), PLACES, PROBS), "us"),
+            Case(op, "probs of other tokens", call(ROWS, SLOTS, ((5, 2), bf16)), "us"),
+            Case(op, "integer probs", call(ROWS, SLOTS, ((6, 2), int32)), "us"),
+            Case(op, "more rows than slots", call(((13, 8), bf16), SLOTS, PROBS), "us"),
         )
     ),
-    Case("npu_moe_token_unpermute", "not contiguous", transposed(0, transposed(2, call(ROWS, PLACES, PROBS)))),
-    Case("npu_moe_token_unpermute_grad_v2", "bf16", call(TOKENS, PLACES, 12, bf16, PROBS, permuted_tokens=ROWS)),
+    Case(UNPERMUTE, "not contiguous", changed(changed(call(ROWS, SLOTS, PROBS), 0, strided), 2, strided)),
+    Case(UNPERMUTE_GRAD, "bf16", call(TOKENS, SLOTS, 12, bf16, PROBS, permuted_tokens=ROWS)),
     Case(
-        "npu_moe_token_unpermute_grad_v2",
+        UNPERMUTE_GRAD,
         "probs not contiguous",
-        transposed(4, call(TOKENS, PLACES, 12, bf16, PROBS, permuted_tokens=ROWS)),
+        changed(call(TOKENS, SLOTS, 12, bf16, PROBS, permuted_tokens=ROWS), 4, strided),
     ),
-    Case("npu_moe_token_unpermute_grad_v2", "without probs", call(ROWS, PLACES, 12, bf16)),
-    Case("npu_moe_token_unpermute_grad_v2", "some dropped", call(ROWS, PLACES, 7, bf16)),
-    Case("npu_moe_token_unpermute_grad_v2", "probs without rows", call(TOKENS, PLACES, 12, bf16, PROBS), "us"),
-    Case("npu_moe_token_unpermute_grad_v2", "padded_mode", call(ROWS, PLACES, 12, bf16, None, True), "us"),
+    Case(UNPERMUTE_GRAD, "without probs", call(ROWS, SLOTS, 12, bf16)),
+    Case(UNPERMUTE_GRAD, "some dropped", call(ROWS, SLOTS, 7, bf16)),
+    Case(UNPERMUTE_GRAD, "probs without rows", call(TOKENS, SLOTS, 12, bf16, PROBS), "us"),
+    Case(UNPERMUTE_GRAD, "padded_mode", call(ROWS, SLOTS, 12, bf16, None, True), "us"),
 ]
