@@ -6,7 +6,6 @@ Every kernel that a test calls is checked to write only what its prototype decla
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -62,14 +61,11 @@ def on_cpu(shared: Shared[dict[str, Record]]) -> dict[str, Record]:
 def kernels_write_only_outputs() -> Iterator[None]:
     """Raise an error in a kernel that writes to a tensor which is not an output of its prototype."""
     from tests.emulator.checked_kernels import checked
-    from torchtitan_npu.emulator.build import PROTOTYPES
-    from torchtitan_npu.emulator.kernels.registry import KERNELS
+    from torchtitan_npu.emulator.kernels.registry import KERNELS, prototypes
 
-    prototypes = json.loads(PROTOTYPES.read_text())
     kernels = dict(KERNELS)
     for name, kernel in kernels.items():
-        if name in prototypes:
-            prototype = prototypes[name]
+        if prototype := prototypes().get(name):
             outputs = [argument in prototype["outputs"] for argument in prototype["arguments"]]
             KERNELS[name] = checked(name, kernel, prototype["arguments"], outputs)
     yield

@@ -9,7 +9,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, Refused
+from tests.emulator.checked_kernels import checked
+from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, Refused, prototypes
 
 
 def fail(*arguments: object) -> None:
@@ -87,3 +88,15 @@ def test_a_tensor_of_nine_dimensions_is_an_error() -> None:
     x = torch.ones(4).npu().view((1,) * 8 + (4,))
     with pytest.raises(RuntimeError, match="more than 8 dimensions"):
         torch.erfinv(x)
+
+
+def test_a_kernel_that_writes_an_input_is_found() -> None:
+    left, right, out = torch.zeros(2), torch.ones(2), torch.zeros(2)
+    KERNELS["aclnnMul"](left, right, out)
+    KERNELS["aclnnMul"](left, right, left)  # in place
+
+    def wrong(left: Tensor, right: Tensor, out: Tensor) -> None:
+        right.zero_()
+
+    with pytest.raises(AssertionError, match="aclnnMul writes other, which"):
+        checked("aclnnMul", wrong, prototypes()["aclnnMul"]["arguments"], [False, False, True])(left, right, out)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_npu.emulator.build import PROTOTYPES
 from torchtitan_npu.emulator.kernels import attention
-from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, argument_names
+from torchtitan_npu.emulator.kernels.registry import CHECKS, KERNELS, argument_names, prototypes
 from torchtitan_npu.ops import OPS
 
-TYPES = {name: prototype["types"] for name, prototype in json.loads(PROTOTYPES.read_text()).items()}
 ABSENT: dict[str, Any] = {"t": None, "T": [], "I": [], "q": 0, "d": 1.0, "z": "", "?": False}
 
 
-def run(name: str, **given: Any) -> None:
-    """Check and compute a call. Arguments that are not given are absent; ``given`` may be more than a version has."""
+def run(name: str, **passed: Any) -> None:
+    """Check and compute a call. Other arguments are absent; ``passed`` may be more than a version has."""
     names = argument_names(name)
-    values = [given.get(n, ABSENT[letter]) for n, letter in zip(names, TYPES[name], strict=True)]
+    values = [passed.get(n, ABSENT[letter]) for n, letter in zip(names, prototypes()[name]["types"], strict=True)]
     CHECKS[name](*values)
     KERNELS[name](*values)
 
@@ -71,8 +68,8 @@ def test_attention_grad(backward: str) -> None:
     outputs = dict(zip(("dq_out", "dk_out", "dv_out"), grads, strict=True))
     saved = {"softmax_max": statistics[0], "softmax_sum": statistics[1], "attention_in": out}
     run(backward, **inputs, **saved, **outputs)
-    for actual, wanted in zip(grads, expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    for actual, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(actual, reference)
 
 
 @pytest.mark.parametrize("version", ["", "V2", "V3", "V4", "V5"])

@@ -165,10 +165,10 @@ def build(report: Callable[[str], None] = print, cann: str = "") -> Path:
 
 def _build(folder: Path, cann: str, wheel: list[Path]) -> None:
     names = [folder.name.replace(f"-cann-{cann}-", f"-cann-{other}-") for other in CANN_VERSIONS if other != cann]
-    others = [folder.with_name(name) for name in names]
+    siblings = [folder.with_name(name) for name in names]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as temporary:
         built = Path(temporary) / "built"
-        if found := [other for other in others if _is_cached(other)]:
+        if found := [other for other in siblings if _is_cached(other)]:
             shutil.copytree(found[0], built, symlinks=True, ignore=shutil.ignore_patterns("complete"))
         else:
             _compile_common(built, wheel, libraries_of("torch"))
@@ -308,7 +308,7 @@ def _unknown_function(symbol: str, name: str) -> str:
 def _compile_version(folder: Path, cann: str) -> None:
     """Make the libraries of a version of CANN in a folder with everything else."""
     libraries = folder / "lib64"
-    shared = ("gcc", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic")  # short names of ours stay ours
+    shared = ("gcc", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic")  # or another library could replace short names
     version = folder / "version.c"
     version.write_text(f'const char cann_version[] = "{CANN_VERSIONS[cann]}";')
     objects = [path for path in sorted(folder.glob("*.o")) if path.name not in OTHER_OBJECTS]
@@ -411,10 +411,10 @@ def missing_libraries(wheel: list[Path], torch: list[Path]) -> set[str]:
 def missing_symbols(wheel: list[Path], torch: list[Path]) -> set[str]:
     """Return the symbols that ``wheel`` needs and that torch, torch_npu, Python and the C library do not define."""
     # The system's symbols have a version: "memcpy@GLIBC_2.17".
-    wanted = {name for name in _dynamic_symbols(wheel, "--undefined-only", types="U") if "@" not in name}
+    needed = {name for name in _dynamic_symbols(wheel, "--undefined-only", types="U") if "@" not in name}
     shipped = {name.partition("@")[0] for name in _dynamic_symbols([*wheel, *torch], "--defined-only")}
     this_process = ctypes.CDLL(None)
-    return {name for name in wanted - shipped if not hasattr(this_process, name)}
+    return {name for name in needed - shipped if not hasattr(this_process, name)}
 
 
 def _dynamic_symbols(paths: list[Path], which: str, types: str = "") -> set[str]:

@@ -49,11 +49,13 @@ def stop_at_first_nan(run: Run) -> Run:
             if is_new:
                 have = "have no NaN" if reads else "are finite"
                 return FAILED, f"{call} is the first to compute {what}, in {argument}. Its inputs {have}.\n{_stack()}"
-            given = next(((x, value) for x, value in reads if "nan" in value and x not in prototype["outputs"]), None)
-            if given and not warned:
+            entering = next(
+                ((x, value) for x, value in reads if "nan" in value and x not in prototype["outputs"]), None
+            )
+            if entering and not warned:
                 warned = True
                 print(
-                    f"emulator: {call} reads {given[1]} in {given[0]}, which no operator has computed: "
+                    f"emulator: {call} reads {entering[1]} in {entering[0]}, which no operator has computed: "
                     "it comes from the host, from another rank or from memory that was never written",
                     file=sys.stderr,
                 )
@@ -83,8 +85,8 @@ def _stack() -> str:
     if node is not None:
         forward = "".join(node.metadata.get("traceback_", ["unknown\n"]))
         return f"It runs in the backward pass, in {node.name()}. The forward call:\n{forward}"
-    own = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
+    package = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(package)]
     if not frames:
         return "It was queued, so its call is not known: run without --seed and with TASK_QUEUE_ENABLE=0."
     return "The call:\n" + "".join(traceback.format_list(frames))

@@ -1,7 +1,7 @@
 """The Python side of the emulator. The runtime imports this package and calls ``install`` before the first operator.
 
 Every module of this package registers the kernels that it defines. It imports no other module that registers kernels,
-so what an import adds to the table is the module's own.
+so an import adds the kernels of that module only.
 """
 
 import pkgutil

@@ -129,19 +129,21 @@ def log_softmax_gradient(gradient, y, dim, out):
     write(out, aten._log_softmax_backward_data(gradient.to(y.dtype), y, dim, y.dtype))
 
 
-def given_weight(weight):
+def weight_or_none(weight):
     """Return None for weights of 1, which torch_npu passes if there are none: a sum of ones would round."""
     return None if weight is None or bool((weight == 1).all()) else weight
 
 
 @kernel("aclnnNLLLoss")
 def nll_loss(x, target, weight, reduction, ignored, out, total_weight):
-    write_all((out, total_weight), aten.nll_loss_forward(x, target.long(), given_weight(weight), reduction, ignored))
+    write_all((out, total_weight), aten.nll_loss_forward(x, target.long(), weight_or_none(weight), reduction, ignored))
 
 
 @kernel("aclnnNLLLoss2d")
 def nll_loss_2d(x, target, weight, reduction, ignored, out, total_weight):
-    write_all((out, total_weight), aten.nll_loss2d_forward(x, target.long(), given_weight(weight), reduction, ignored))
+    write_all(
+        (out, total_weight), aten.nll_loss2d_forward(x, target.long(), weight_or_none(weight), reduction, ignored)
+    )
 
 
 def nll_loss_gradient(gradient, x, target, weight, reduction, ignored, total_weight):
@@ -180,12 +182,12 @@ def cross_entropy_gradient(
 ):
     # loss = -sum_c share_c * log_probability_c, where share is the smoothed and weighted target
     classes = log_probability.shape[-1]
-    kept = (target != ignored).unsqueeze(-1)
+    counted = (target != ignored).unsqueeze(-1)
     weights = torch.ones(classes, dtype=torch.float32) if weight is None else weight.float()
-    hot = F.one_hot(torch.where(kept.squeeze(-1), target.long(), 0), classes).float()
-    share = ((1 - smoothing) * hot + smoothing / classes) * weights * kept
+    hot = F.one_hot(torch.where(counted.squeeze(-1), target.long(), 0), classes).float()
+    share = ((1 - smoothing) * hot + smoothing / classes) * weights * counted
     if reduction == "mean":
-        share = share / (hot * weights * kept).sum()
+        share = share / (hot * weights * counted).sum()
     per_row = gradient.float().unsqueeze(-1) if reduction == "none" else gradient.float()
     write(out, per_row * (share.sum(-1, keepdim=True) * log_probability.float().exp() - share))
 

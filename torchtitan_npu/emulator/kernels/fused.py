@@ -47,8 +47,8 @@ def fused(op: str, *names: str) -> Callable[[Translation], Translation]:
                     write(output, result)
 
             def refuse(*values: Any, name: str = name) -> int:
-                given, _ = translate(**by_name(name, values))
-                arguments = operator(op).complete(**given)
+                passed, _ = translate(**by_name(name, values))
+                arguments = operator(op).complete(**passed)
                 for problem in problems(operator(op), arguments):
                     raise Refused(problem)
                 return workspace(op, **arguments)
@@ -93,14 +93,14 @@ def operator(name: str) -> Op:
 
 
 def is_absent(value: Any) -> bool:
-    """Return whether an optional argument was not given: ``None``, an empty tensor, or a list of such."""
+    """Return whether an optional argument is absent: ``None``, an empty tensor, or a list of such."""
     if isinstance(value, list):
         return all(isinstance(item, Tensor) and is_absent(item) for item in value)
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
 def or_none(value: Any) -> Any:
-    """Return the value of an optional argument, ``None`` if it was not given."""
+    """Return the value of an optional argument, ``None`` if it is absent."""
     return None if is_absent(value) else value
 
 

@@ -226,9 +226,9 @@ def init_routing_v2(expert_tokens_count_or_cumsum_flag, **rest):
 def init_routing_grad(grad_expanded_x, expanded_row_idx, top_k, drop_pad_mode, active_num, out):
     without(drop_pad_mode=drop_pad_mode or None)
     positions = expanded_row_idx.long()
-    kept = positions < len(grad_expanded_x)
+    in_range = positions < len(grad_expanded_x)
     rows = torch.zeros(len(positions), grad_expanded_x.shape[1])
-    rows[kept] = grad_expanded_x.float()[positions[kept]]
+    rows[in_range] = grad_expanded_x.float()[positions[in_range]]
     write(out, rows.view(-1, top_k, rows.shape[1]).sum(1))
 
 

@@ -111,8 +111,8 @@ def dropout_mask_with_tensors(shape, probability, seed, offset, offset_in_graph,
 
 @kernel("aclnnDropoutDoMask")
 def apply_dropout_mask(x, mask, probability, out):
-    kept = unpack_bits(mask, x.shape)
-    write(out, x * kept * (1 / (1 - probability)) if probability < 1 else torch.zeros_like(x))
+    survives = unpack_bits(mask, x.shape)
+    write(out, x * survives * (1 / (1 - probability)) if probability < 1 else torch.zeros_like(x))
 
 
 @kernel("aclnnDropoutV3")

@@ -76,7 +76,7 @@ def write(out: torch.Tensor | None, result: torch.Tensor | None) -> None:
 
 
 def write_all(outputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> None:
-    """Copy each result to its output. Outputs that are None are not wanted."""
+    """Copy each result to its output. An output of None is left out."""
     for out, result in zip(outputs, results, strict=True):
         write(out, result)
 

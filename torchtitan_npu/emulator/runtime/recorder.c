@@ -21,7 +21,7 @@ typedef struct {
 } OperatorCount;
 
 bool recording;
-static int wanted;
+static int requested;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pid_t writer; /* the process that has the files open; a forked child opens its own */
 static FILE *calls, *trace;
@@ -30,8 +30,8 @@ static uint64_t steps;
 
 __attribute__((constructor)) static void read_settings(void) {
     const char *names = setting("NPU_EMULATOR_RECORD", "");
-    wanted = (strstr(names, "launches") ? LAUNCHES : 0) | (strstr(names, "log") ? LOG : 0) | (strstr(names, "trace") ? TRACE : 0);
-    recording = wanted;
+    requested = (strstr(names, "launches") ? LAUNCHES : 0) | (strstr(names, "log") ? LOG : 0) | (strstr(names, "trace") ? TRACE : 0);
+    recording = requested;
     hold_during_fork(&lock);
 }
 
@@ -219,12 +219,12 @@ static void write_trace(const Task *task, uint64_t bytes, double end) {
 /* The lock is held. */
 static void open_files(void) {
     if (writer == getpid()) return;
-    if (!writer && wanted & LAUNCHES) atexit(write_counts_at_exit);
+    if (!writer && requested & LAUNCHES) atexit(write_counts_at_exit);
     writer = getpid();
     steps = 0;
     memset(counts, 0, sizeof counts);
-    if (wanted & LOG) calls = open_lines("calls");
-    if (wanted & TRACE) trace = open_lines("trace");
+    if (requested & LOG) calls = open_lines("calls");
+    if (requested & TRACE) trace = open_lines("trace");
     if (trace)
         fprintf(trace, "{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": %d, \"args\": {\"name\": \"rank %s\"}}\n", (int)getpid(),
                 setting("RANK", "0"));
@@ -238,7 +238,7 @@ void record_launch(Task *task) {
     pthread_mutex_lock(&lock);
     open_files();
     task->training_step = steps;
-    if (wanted & LAUNCHES && task->category != CONTROL) count(task, bytes_of(task));
+    if (requested & LAUNCHES && task->category != CONTROL) count(task, bytes_of(task));
     pthread_mutex_unlock(&lock);
 }
 
@@ -266,7 +266,7 @@ void emulator_mark_step(void) {
         entry->last = entry->step;
         entry->step = (Amount){0};
     }
-    if (wanted & LAUNCHES) write_counts(); /* also for a process that ends without its exit handlers */
+    if (requested & LAUNCHES) write_counts(); /* also for a process that ends without its exit handlers */
     if (trace)
         fprintf(trace, "{\"ph\": \"i\", \"s\": \"g\", \"name\": \"step %llu\", \"pid\": %d, \"tid\": 0, \"ts\": %.1f}\n", (unsigned long long)steps,
                 (int)getpid(), microseconds_now());
