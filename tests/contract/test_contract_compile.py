@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests._helpers.contract_step import RANKS, fake_ranks, job, matching, model_args, train_step
 from tests._helpers.pass_graphs import recorded_graphs
+from tests.contract.contract_step import RANKS, fake_ranks, job, matching, model_args, train_step
 from torchtitan_npu.compile import backend
 from torchtitan_npu.planner import AssumedLoad, Calls
 from torchtitan_npu.torch_internals.dispatch import OpOverload

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests._helpers.contract_step import (
+from tests.contract.contract_step import (
     MODELS,
     RANKS,
     Step,

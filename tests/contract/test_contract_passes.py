@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from tests._helpers.contract_step import RANKS, Step, fake_ranks, job, model_args, train_step
 from tests._helpers.pass_graphs import calls
+from tests.contract.contract_step import RANKS, Step, fake_ranks, job, model_args, train_step
 from tests.contract.test_contract_compile import graphs  # noqa: F401  (a fixture)
 from torchtitan_npu.ops import OPS
 

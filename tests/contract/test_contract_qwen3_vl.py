@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 
-from tests._helpers import contract_step as step
-from tests._helpers.contract_step import Step, check_calls, step_name
+from tests.contract import contract_step as step
+from tests.contract.contract_step import Step, check_calls, step_name
 from torchtitan_npu.converters.attention import NpuDocumentMask
 from torchtitan_npu.layers.documents import CuSeqlens, Documents
 from torchtitan_npu.models.qwen3_vl import (

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 
-from tests._helpers.contract_step import check_calls, step_name, train_step
+from tests.contract.contract_step import check_calls, step_name, train_step
 from tests.contract.test_contract_models import EVIDENCE, EXPECTED, ExpectedCalls
 from tests.test_train_configs import FILES, load, world_size
 from torchtitan_npu.config.job_config import JobConfig

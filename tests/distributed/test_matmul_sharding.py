@@ -10,12 +10,32 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests._helpers.matmul_brute_force import Valid, every_output, every_valid, is_valid, valid_for_all
-from tests._helpers.matmul_bytes import NARROW, WIDE, ours_and_cheapest
-from tests._helpers.matmul_calls import SHAPES, Call, backward, choice, chosen_for, forward
-from tests._helpers.matmul_costs import Placed, cost_later, costs_from, least_costs, placed_everywhere
-from tests._helpers.shards import Placements, every_placement
 from tests._helpers.undecomposed_matmul import our_matmul_sharding
+from tests.distributed.matmul_calls import (
+    SHAPES,
+    Call,
+    Placements,
+    backward,
+    choice,
+    chosen_for,
+    every_placement,
+    forward,
+)
+from tests.distributed.matmul_oracle import (
+    NARROW,
+    WIDE,
+    Placed,
+    Valid,
+    cost_later,
+    costs_from,
+    every_output,
+    every_valid,
+    is_valid,
+    least_costs,
+    ours_and_cheapest,
+    placed_everywhere,
+    valid_for_all,
+)
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.planner import fake_ranks
 from torchtitan_npu.torch_internals import dtensor
@@ -103,7 +123,7 @@ def test_a_reduction_is_left_for_later_only_if_that_sends_no_more(
     """Compare with the choice of least cost now, where that leaves dX Partial. The later reduction counts."""
 
     def is_compared(grad: Placements, left: Placements, right: Placements) -> bool:
-        """Exclude placements for which a CPU gathers, having no all-to-all. tests/contract has all placements."""
+        """Exclude placements for which a CPU gathers, having no all-to-all."""
         return any(x.is_partial() for x in grad) and not any(x.is_shard() for x in (*grad, *right))
 
     totals = ours_and_cheapest("cpu", mesh_shape, widths, is_compared, samples)

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests._helpers.matmul_calls import Call, Choice, P, R, choice
-from tests._helpers.shards import Placements, integers
 from tests._helpers.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
+from tests.distributed.matmul_calls import Call, Choice, P, Placements, R, choice, integers
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.distributed.matmul_placements import Strategy
 from torchtitan_npu.planner import fake_ranks

@@ -13,10 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests._helpers.matmul_calls import Call, P, R, backward, choice, forward
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.shards import Placements, assemble, every_placement, split
 from tests._helpers.undecomposed_matmul import our_matmul_sharding, undecomposed_matmul
+from tests.distributed.matmul_calls import (
+    Call,
+    P,
+    Placements,
+    R,
+    assemble,
+    backward,
+    choice,
+    every_placement,
+    forward,
+    split,
+)
 
 Outcome = list[tuple[Tensor, Placements] | None]
 """The local tensors and placements of the outputs of one call on one rank."""
