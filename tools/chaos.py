@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.campaign import code_checksum, read_outcomes, write_outcomes
 from tools.fault_injection.cases import ERROR, FAULTS, PHASES, Case, Outcome, draw, run
-from tools.fault_injection.jobs import JOBS
-from tools.fault_injection.plan import FLAVOR
+from tools.fault_injection.jobs import FLAVOR, JOBS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,20 +18,18 @@ from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.pass_graphs import recorded_graphs
 from tests._helpers.training import Record, recording, train_until
-from tests.models.test_qwen3_vl_training import DATA, SIZES
 from torchtitan_npu.torch_internals.dispatch import OpOverload
 
 STEPS = 4
 """Two steps in which graphs are compiled, and two in which none may be."""
 COMPILED = {"compile.enable": True, "npu.bypass_codegen": "inductor"}
 SMALL_BATCHES = {"training.seq_len": 16, "training.global_batch_size": 2, "training.local_batch_size": 1}
-PICTURES = {**DATA, "training.seq_len": 64}
 CONVERTERS = {
     **layouts.FUSED,
     "deepseek_v32": deepseek_v32_training.CONVERTERS,
     "qwen3_vl": ["npu_rms_norm", "npu_rope", "npu_mrope"],
 }
-MODELS = [*layouts.TINY, "deepseek_v32", "qwen3_vl"]
+MODELS = list(CONVERTERS)
 MICROBATCHES = {"training.local_batch_size": 2, "training.global_batch_size": 4}
 VALIDATED = {  # after the first step and the last, with another sequence length than in training
     "validation.enable": True,
@@ -103,18 +101,13 @@ Pair = tuple[Run, Run]
 
 def job(model: str, layout: Layout, options: dict[str, Any]) -> Any:
     every = {**SMALL_BATCHES, "model.converters": CONVERTERS[model] if layout.converted else []}
-    if model == "deepseek_v32":
-        layouts.add_flavor(model, "tiny", {**deepseek_v32_training.SMALLER, "n_layers": layout.layers})
-        own = {"model.name": model, "model.flavor": "tiny"}
-        return layouts.job_config("deepseek_v3", layout.degrees, {**every, **own, **layout.options, **options})
+    sizes = {"n_layers": layout.layers}
     if model == "qwen3_vl":
-        tiny = ("qwen3_vl", "debugmodel", {**SIZES, "enable_weight_tying": False})
-        every |= PICTURES
-    else:
-        name, flavor, sizes = layouts.TINY[model]
-        tiny = (name, flavor, {**sizes, "n_layers": layout.layers, "dim": 32})
-    with patch.dict(layouts.TINY, {model: tiny}):  # later tests in this process use the table
-        return layouts.job_config(model, layout.degrees, {**every, **layout.options, **options})
+        every |= {**layouts.PICTURES, "training.seq_len": 64}
+        sizes = {}
+    elif model != "deepseek_v32":
+        sizes["dim"] = 32
+    return layouts.job_config(model, layout.degrees, {**every, **layout.options, **options}, sizes)
 
 
 def train(model: str, layout: Layout, steps: int, options: dict[str, Any]) -> Run:

@@ -19,9 +19,29 @@ from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs
 
 VOCABULARY, POSITIONS = 96, 1024
+"""The second is the longest sequence of the models; those of the tests are shorter."""
 BATCH, SEQUENCE = 2, 24
 TOP_K = 7
 STAGE = {"indexer_loss", "indexer_loss_weight", "shared_indexer_loss", "warmup"}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "dim": 48,
+    "inter_dim": 80,
+    "moe_inter_dim": 24,
+    "n_layers": 3,
+    "n_dense_layers": 1,
+    "n_heads": 4,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 10,
+}
+"""Sizes of DeepSeek-V3 and V3.2."""
+# fewer heads give scores of exactly 0, and of equal scores transformers may select another
+INDEXER = {"index_n_heads": 16, "index_head_dim": 26, "index_topk": TOP_K}
 
 
 def model_args(args_class: Any = DeepSeekV32ModelArgs, **changes: Any) -> DeepSeekV32ModelArgs:
@@ -30,26 +50,7 @@ def model_args(args_class: Any = DeepSeekV32ModelArgs, **changes: Any) -> DeepSe
     ``args_class`` may be that of another model with the same arguments.
     """
     experts: dict[str, Any] = {**SIGMOID, "num_expert_groups": 4, "num_limited_groups": 2}
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "dim": 48,
-        "inter_dim": 80,
-        "moe_inter_dim": 24,
-        "n_layers": 3,
-        "n_dense_layers": 1,
-        "n_heads": 4,
-        "q_lora_rank": 18,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 10,
-        "original_seq_len": POSITIONS,
-        "rope_factor": 1.0,
-        # fewer heads give scores of exactly 0, and of equal scores transformers may select another
-        "index_n_heads": 16,
-        "index_head_dim": 26,
-        "index_topk": TOP_K,
-    }
+    sizes: dict[str, Any] = {**SIZES, **INDEXER, "original_seq_len": POSITIONS, "rope_factor": 1.0}
     for name, value in changes.items():
         (experts if name in experts else sizes)[name] = value
     args = args_class(**sizes, moe_args=MoEArgs(**experts))
@@ -63,23 +64,51 @@ def model_args(args_class: Any = DeepSeekV32ModelArgs, **changes: Any) -> DeepSe
 
 def hugging_face_config(yarn: int = 0, config_class: Any = DeepseekV32Config, **changes: Any) -> Any:
     """Return the same model for transformers; ``yarn`` is our ``original_seq_len``, with ``rope_factor=4.0``."""
+    return config_class(**{**hugging_face_fields(model_args(), yarn), **changes})
+
+
+def hugging_face_fields(args: Any, yarn: int = 0) -> dict[str, Any]:
+    """Return the fields of transformers' configuration for a model, whose epsilon is that of the release."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if yarn:
         # TorchTitan's mscale is both: cosines and sines keep length 1, the softmax scale gets the square
         scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
         rope |= {"rope_type": "yarn", "original_max_position_embeddings": yarn, **scales}
-    args = model_args()
-    sizes = hugging_face_sizes(args)
-    del sizes["rms_norm_eps"]  # that of the release
-    fields: dict[str, Any] = {
-        **sizes,
+    return {
+        **{name: size for name, size in hugging_face_sizes(args).items() if name != "rms_norm_eps"},
         "num_key_value_heads": args.n_heads,
-        "n_group": args.moe_args.num_expert_groups,
-        "topk_group": args.moe_args.num_limited_groups,
+        "q_lora_rank": args.q_lora_rank or None,
+        "n_group": args.moe_args.num_expert_groups or 1,
+        "topk_group": args.moe_args.num_limited_groups or 1,
         "rope_parameters": rope,
         "max_position_embeddings": POSITIONS,
     }
-    return config_class(**{**fields, **changes})
+
+
+def hugging_face_sizes(args: Any) -> dict[str, Any]:
+    """Return the sizes of a model under the names of transformers' configurations."""
+    experts = args.moe_args
+    return {
+        **{theirs: getattr(args, name) for theirs, name in HUGGING_FACE_NAMES.items() if hasattr(args, name)},
+        "n_routed_experts": experts.num_experts,
+        "n_shared_experts": experts.num_shared_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": experts.route_norm,
+        "routed_scaling_factor": experts.route_scale,
+    }
+
+
+SAME_NAMES = "vocab_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+HUGGING_FACE_NAMES = {
+    **{name: name for name in (*SAME_NAMES.split(), *INDEXER)},
+    "hidden_size": "dim",
+    "intermediate_size": "inter_dim",
+    "moe_intermediate_size": "moe_inter_dim",
+    "num_hidden_layers": "n_layers",
+    "first_k_dense_replace": "n_dense_layers",
+    "num_attention_heads": "n_heads",
+    "rms_norm_eps": "norm_eps",
+}
 
 
 def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
@@ -110,31 +139,3 @@ def counted(model: nn.Module) -> float:
 
 def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
-
-
-def hugging_face_sizes(args: DeepSeekV32ModelArgs) -> dict[str, Any]:
-    """Return the sizes of a model under the names of transformers' configurations."""
-    experts = args.moe_args
-    return {
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
-        "intermediate_size": args.inter_dim,
-        "moe_intermediate_size": args.moe_inter_dim,
-        "num_hidden_layers": args.n_layers,
-        "first_k_dense_replace": args.n_dense_layers,
-        "num_attention_heads": args.n_heads,
-        "rms_norm_eps": args.norm_eps,
-        "q_lora_rank": args.q_lora_rank,
-        "kv_lora_rank": args.kv_lora_rank,
-        "qk_nope_head_dim": args.qk_nope_head_dim,
-        "qk_rope_head_dim": args.qk_rope_head_dim,
-        "v_head_dim": args.v_head_dim,
-        "index_n_heads": args.index_n_heads,
-        "index_head_dim": args.index_head_dim,
-        "index_topk": args.index_topk,
-        "n_routed_experts": experts.num_experts,
-        "n_shared_experts": experts.num_shared_experts,
-        "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": experts.route_norm,
-        "routed_scaling_factor": experts.route_scale,
-    }

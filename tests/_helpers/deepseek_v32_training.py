@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._helpers.layouts import add_flavor, job_config
+from tests._helpers.layouts import TINY, job_config
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import (
     TOLERANCE,
@@ -21,7 +21,6 @@ from tests._helpers.training import (
     together,
     train_until,
 )
-from torchtitan_npu.prover.tiny_models import TINY
 
 SMALLER = TINY["deepseek_v32"][2]
 STEPS = 20
@@ -36,12 +35,9 @@ CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_gating", "npu_permute", "npu_gmm"
 
 def train(layout: dict[str, int], options: dict[str, Any], stop: int = 2) -> Record:
     """Train on this rank up to step ``stop``, from the last checkpoint if ``options`` enable checkpoints."""
-    for name in ("deepseek_v32", "glm_moe_dsa"):
-        add_flavor(name, "tiny", TINY[name][2])
-    model = {"model.name": "deepseek_v32", "model.flavor": "tiny"}
     training = {"training.seq_len": SEQUENCE, "training.steps": STEPS, "optimizer.lr": 3e-3}
     validation = {"validation.seq_len": SEQUENCE, "validation.steps": 1}
-    config = job_config("deepseek_v3", layout, {**model, **training, **validation, **options})
+    config = job_config(options.get("model.name", "deepseek_v32"), layout, {**training, **validation, **options})
     with recording(config) as (trainer, record):
         before = state(trainer.model_parts)
         train_until(trainer, stop)

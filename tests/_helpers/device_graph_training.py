@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,10 +18,12 @@ NO_RANDOM_STATE = {"activation_checkpoint.preserve_rng_state": False}
 ONE_MICROBATCH = {"training.global_batch_size": 2, "training.local_batch_size": 2}
 WIDE = "deepseek_v3_wide"
 """Its experts are as wide as the kernels of a GPU need."""
-layouts.TINY.setdefault(WIDE, ("deepseek_v3", "debugmodel", {"n_layers": 3, "n_heads": 4}))
 V32 = "deepseek_v32"
 """Its blocks have an auxiliary loss, and experts as wide as those of the model above."""
-layouts.TINY.setdefault(V32, (V32, "debugmodel", {"n_layers": 2, "absorb": True}))
+FLAVORS = {
+    WIDE: ("deepseek_v3", "debugmodel", {"n_layers": 3, "n_heads": 4}),
+    V32: (V32, "debugmodel", {"n_layers": 2, "absorb": True}),
+}
 
 
 def converted(model: str) -> dict[str, Any]:
@@ -42,7 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def train(model: str, options: dict[str, Any]) -> tuple[Record, list[int]]:
     """Train on this rank. Return the record, and the number of replayed forward passes of each block."""
-    with recording(layouts.job_config(model, {}, options)) as (trainer, record):
+    with patch.dict(layouts.TINY, FLAVORS):
+        config = layouts.job_config(model, {}, options)
+    with recording(config) as (trainer, record):
         train_until(trainer, STEPS)
         record.weights = state(trainer.model_parts)
         replays = [block.runs for block in trainer.device_graphs.blocks]

@@ -17,7 +17,7 @@ from threading import Lock
 
 from torch.distributed import TCPStore
 
-from tests._helpers.multirank import meeting_point
+from tests._helpers.multirank import meeting_point, rank_variables
 
 JOB = {
     "job.config_file": "train_configs/llama3_debugmodel.toml",
@@ -89,22 +89,13 @@ def start_ranks(
     arguments = job_arguments(folder, **options)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests._helpers.multirank_preload"])
-    variables = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "test",
-        "PLANTED_FAULT": fault,
-        "PLANTED_RANK": str(world_size - 1),
-    } | (environment or {})
+    of_job = {"TORCHELASTIC_RUN_ID": "test", "PLANTED_FAULT": fault, "PLANTED_RANK": str(world_size - 1)}
     processes = []
     for rank in range(world_size):
-        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        own |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"error{rank}.json")}
+        variables = rank_variables(rank, world_size, store.port) | of_job | (environment or {})
+        variables |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"error{rank}.json")}
         (folder / f"rank{rank}.log").touch()
-        arguments_of_rank = (sys.path, own, arguments, str(folder / f"rank{rank}.log"))
+        arguments_of_rank = (sys.path, variables, arguments, str(folder / f"rank{rank}.log"))
         processes.append(context.Process(target=_run, args=arguments_of_rank, daemon=True))
         with _PROCESSES:
             processes[-1].start()

@@ -20,16 +20,21 @@ from torchtitan.protocols.train_spec import get_train_spec
 from transformers import DeepseekV3Config, GlmMoeDsaConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests._helpers.converted_models import job
-from tests._helpers.deepseek_v32_models import hugging_face_config, model_args
+from tests._helpers.deepseek_v32_models import (
+    POSITIONS,
+    SIZES,
+    VOCABULARY,
+    hugging_face_config,
+    hugging_face_fields,
+    model_args,
+)
 from tests._helpers.random_weights import random_model
 from tests._helpers.tiny_experts import sigmoid_experts, softmax_experts
 from torchtitan_npu.cli.convert.command import main as convert
 from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs
 
-VOCABULARY = 96
-POSITIONS = 1024
-"""The models' maximum sequence length; the tests' sequences are shorter."""
+__all__ = ["EXPORTED", "PAIRS", "POSITIONS", "VOCABULARY", "Pair", "add_flavor", "exported"]
 
 
 @dataclass(frozen=True)
@@ -119,57 +124,16 @@ def qwen3_moe() -> Pair:
 def deepseek_v3(q_lora_rank: int = 0, groups: tuple[int, int] | None = None, yarn: bool = False) -> Pair:
     """``groups``: the number of expert groups, and of groups that a token may use."""
     number, limited = groups or (None, None)
-    # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, another model in transformers
-    experts = sigmoid_experts(num_expert_groups=number, num_limited_groups=limited)
     args = DeepSeekV3ModelArgs(
-        dim=48,
-        n_layers=3,
-        n_dense_layers=1,
-        n_heads=4,
-        vocab_size=VOCABULARY,
-        inter_dim=80,
-        moe_inter_dim=24,
+        **{**SIZES, "q_lora_rank": q_lora_rank},
         norm_eps=1e-6,  # as released; transformers uses it for the latents in any case, TorchTitan has 1e-5
-        q_lora_rank=q_lora_rank,
-        kv_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=16,
-        v_head_dim=10,
         # TorchTitan scales rotations for longer sequences than this, transformers by its config
         original_seq_len=256 if yarn else POSITIONS,
         rope_factor=4.0,
-        moe_args=experts,
+        # V3's routing, as in TorchTitan's 671B; its smaller flavors have V2's, another model in transformers
+        moe_args=sigmoid_experts(num_expert_groups=number, num_limited_groups=limited),
     )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    if yarn:
-        # TorchTitan's mscale is both: cosines and sines keep length 1, the softmax scale gets the square
-        scales = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
-        rope |= {"rope_type": "yarn", "original_max_position_embeddings": 256, **scales}
-    config = DeepseekV3Config(
-        hidden_size=48,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        intermediate_size=80,
-        moe_intermediate_size=24,
-        q_lora_rank=q_lora_rank or None,
-        kv_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=16,
-        v_head_dim=10,
-        n_routed_experts=8,
-        n_shared_experts=2,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        n_group=groups[0] if groups else 1,
-        topk_group=groups[1] if groups else 1,
-        rope_parameters=rope,
-        max_position_embeddings=POSITIONS,
-    )
-    return pair("deepseek_v3", args, config)
+    return pair("deepseek_v3", args, DeepseekV3Config(**hugging_face_fields(args, 256 if yarn else 0)))
 
 
 def glm_moe_dsa() -> Pair:

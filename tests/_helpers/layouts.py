@@ -14,26 +14,21 @@ from torchtitan_npu.prover import tiny_models
 from torchtitan_npu.prover.draws import DEGREES
 from torchtitan_npu.prover.tiny_models import add_flavor
 
-__all__ = ["DEGREES", "FUSED", "TINY", "TINY_DEEPSEEK_V32", "add_flavor", "add_flavors", "job_config", "train"]
+__all__ = ["DEGREES", "FUSED", "PICTURES", "TINY", "add_flavor", "add_flavors", "job_config", "train"]
 
 STEPS = 2
 GLOBAL_BATCH = 8
 SEQ_LEN = 64
 
-TINY = {name: tiny_models.TINY[name] for name in ("llama3", "qwen3", "qwen3_moe", "llama4", "deepseek_v3")}
-"""TorchTitan's model, its base flavor, and the changed arguments, by name. Tests add their own."""
+TINY = dict(tiny_models.TINY)
+"""TorchTitan's model, its base flavor, and the changed arguments, by name. Tests add more."""
 
-TINY_DEEPSEEK_V32 = tiny_models.TINY["deepseek_v32"][2]
-"""Changed arguments of deepseek_v32's debug model."""
-
-FUSED = {
-    name: [
-        *("npu_rms_norm", "npu_rope", "npu_attention"),
-        *(["npu_permute", "npu_gmm"] if name not in ("llama3", "qwen3") else []),
-    ]
-    for name in TINY
-}
-"""Every converter that has a target in the model, by name."""
+DENSE = ["npu_rms_norm", "npu_rope", "npu_attention"]
+EXPERTS = [*DENSE, "npu_permute", "npu_gmm"]
+FUSED = {"llama3": DENSE, "qwen3": DENSE, "qwen3_moe": EXPERTS, "llama4": EXPERTS, "deepseek_v3": EXPERTS}
+"""Every converter that has a target in a model of TorchTitan, by name."""
+PICTURES = {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
+"""The data of qwen3_vl."""
 
 
 def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = None, stop: int | None = None) -> Record:
@@ -47,17 +42,20 @@ def train(model: str, layout: dict[str, int], options: dict[str, Any] | None = N
 
 
 def add_flavors() -> None:
-    assert not any(f"{name}_documents" in TINY for name in TINY)  # tiny_models adds flavors of these names
     tiny_models.add_flavors(TINY)
 
 
-def job_config(model: str, layout: dict[str, int], options: dict[str, Any]) -> Any:
+def job_config(model: str, layout: dict[str, int], options: dict[str, Any], sizes: dict[str, Any] | None = None) -> Any:
+    """Return a job that trains ``model``, with some ``sizes`` changed."""
     from torchtitan_npu.config.job_config import JobConfig
     from torchtitan_npu.config.shipped_files import shipped
 
     add_flavors()
     config = JobConfig()
     config.model.name, config.model.flavor = TINY[model][0], model
+    if sizes:
+        config.model.flavor = f"{model}_changed"
+        add_flavor(config.model.name, config.model.flavor, sizes, base=model)
     config.model.hf_assets_path = shipped("torchtitan_npu/assets/tokenizer")
     config.training.dataset = "tiny_corpus"
     config.training.seq_len, config.training.steps = SEQ_LEN, STEPS

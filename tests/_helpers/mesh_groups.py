@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _made: dict[tuple[Any, ...], Any] = {}
 _requested: Counter[tuple[Any, ...]] = Counter()
-"""How often this job has requested a group of the same kind."""
+"""Groups of the same kind that this job has requested."""
 _new_group = device_mesh.new_group
 
 

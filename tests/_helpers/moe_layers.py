@@ -70,19 +70,19 @@ def output_gradient(output: Tensor) -> Tensor:
     return torch.randint(-4, 5, output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype)
 
 
-def call(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Return the output for ``x``, and the gradients of ``x`` and of every parameter."""
+def call(model: nn.Module, x: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
+    """Return the output for ``x`` and more inputs, and the gradients of ``x`` and of every parameter."""
     x = x.detach().clone().requires_grad_()
     parameters = dict(model.named_parameters())
-    output = model(x)
+    output = model(x, *inputs)
     grads = torch.autograd.grad(output, [x, *parameters.values()], output_gradient(output))
     return {"output": output.detach()} | dict(zip(["x", *parameters], grads, strict=True))
 
 
 def call_exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Return :func:`call` by the formula in float64, with the choices of the model's own router."""
+    """Return :func:`call` by the formula in float64, with the experts that the model's router selects."""
     with torch.no_grad():
-        _, choices, _ = model[0].router(x.flatten(0, 1), model[0].expert_bias)
+        _, selected, _ = model[0].router(x.flatten(0, 1), model[0].expert_bias)
 
     class Exact(nn.Module):
         def __init__(self) -> None:
@@ -90,24 +90,24 @@ def call_exact(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
             self.add_module("0", in_dtype(model[0], torch.float64))
 
         def forward(self, x: Tensor) -> Tensor:
-            return moe_formula(self.get_submodule("0"), x.flatten(0, 1), choices).view(x.shape)
+            return moe_formula(self.get_submodule("0"), x.flatten(0, 1), selected).view(x.shape)
 
     return call(Exact(), x.double())
 
 
-def moe_formula(moe: Any, x: Tensor, choices: Tensor) -> Tensor:
-    """Return the layer's output for ``x`` (tokens, dim), with the experts ``choices`` (tokens, top_k) of each token."""
+def moe_formula(moe: Any, x: Tensor, selected: Tensor) -> Tensor:
+    """Return the layer's output for ``x`` (tokens, dim), whose experts are ``selected`` (tokens, top_k)."""
     logits = F.linear(x, moe.router.gate.weight, moe.router.gate.bias)
-    scores = (logits.sigmoid() if moe.router.score_func == "sigmoid" else logits.softmax(1)).gather(1, choices)
+    scores = (logits.sigmoid() if moe.router.score_func == "sigmoid" else logits.softmax(1)).gather(1, selected)
     if moe.router.route_norm:
         scores = scores / scores.sum(1, keepdim=True)
     scores = scores * moe.router.route_scale
     output = torch.zeros_like(x) if moe.shared_experts is None else moe.shared_experts(x)
     for expert in range(moe.router.num_experts):
-        chosen = choices == expert
-        score = (scores * chosen).sum(1, keepdim=True)  # (tokens, 1)
+        is_selected = selected == expert
+        score = (scores * is_selected).sum(1, keepdim=True)  # (tokens, 1)
         if moe.score_before_experts:
-            output = output + expert_formula(moe.experts, expert, x * score) * chosen.any(1, keepdim=True)
+            output = output + expert_formula(moe.experts, expert, x * score) * is_selected.any(1, keepdim=True)
         else:
             output = output + expert_formula(moe.experts, expert, x) * score
     return output
@@ -130,13 +130,9 @@ def rows(counts: list[int], dtype: torch.dtype = torch.float32, seed: int = 1) -
     return x, torch.tensor(counts)
 
 
-def call_experts(experts: Any, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
+def call_experts(experts: nn.Module, x: Tensor, counts: Tensor) -> dict[str, Tensor]:
     """Return the experts' output, and the gradients of ``x`` and of every parameter."""
-    x = x.detach().clone().requires_grad_()
-    parameters = dict(experts.named_parameters())
-    output = experts(x, counts)
-    grads = torch.autograd.grad(output, [x, *parameters.values()], output_gradient(output))
-    return {"output": output.detach()} | dict(zip(["x", *parameters], grads, strict=True))
+    return call(experts, x, counts)
 
 
 def call_experts_exact(experts: nn.Module, x: Tensor, counts: Tensor) -> dict[str, Tensor]:

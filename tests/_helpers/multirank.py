@@ -4,7 +4,7 @@
 
 The function is pickled by reference, so it must be importable; arguments and results must pickle. The variables of
 torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...) are set, and the default process group is initialized. Process groups are
-kept between calls (tests/_helpers/mesh_groups.py), and so is DTensor's sharding cache. Filling that cache takes half
+reused by later calls (tests/_helpers/mesh_groups.py), and so is DTensor's sharding cache. Filling that cache takes half
 the time of a training job, so a job is quick after a similar one. A failure shows the traceback of every rank that
 raised, in the order in which they failed.
 """
@@ -67,8 +67,9 @@ def run_on_ranks(
     except BaseException:
         ranks.stop()
         raise
-    kept = len(ranks.stores) < CALLS and not new_processes
-    if not kept or _started.setdefault(world_size, ranks) is not ranks:  # another thread may have returned its ranks
+    reusable = len(ranks.stores) < CALLS and not new_processes
+    # another thread may have returned its ranks
+    if not reusable or _started.setdefault(world_size, ranks) is not ranks:
         ranks.stop()
     return [pickle.loads(reply) for reply in replies]
 
@@ -151,6 +152,13 @@ def meeting_point() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets on one node."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def _serve(rank: int, connection: Connection) -> None:
     """Answer tasks until the worker is killed or the session ends."""
     import tests._helpers.multirank_preload  # noqa: F401  (if the fork server could not find it)
@@ -177,15 +185,7 @@ def _run(rank: int, task: bytes) -> Any:
 
     sys.path[:], world_size, port, process_group, call = pickle.loads(task)
     fn, args = pickle.loads(call)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= rank_variables(rank, world_size, port)
     mesh_groups.keep_groups()
     if process_group and not dist.is_initialized():
         dist.init_process_group("gloo")

@@ -57,7 +57,7 @@ def compiled(
 
 
 class Rewritten(NamedTuple):
-    """What a pass did to the first graph of a function."""
+    """The first graph of a function before and after a pass."""
 
     results: Any
     changed: int

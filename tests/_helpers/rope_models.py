@@ -23,7 +23,7 @@ from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers.converted_models import assert_no_further, convert, initialise, job
-from tests._helpers.layouts import TINY
+from tests._helpers.layouts import FUSED, TINY
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.models.deepseek_v32 import attention as deepseek_v32_attention
 from torchtitan_npu.models.deepseek_v32 import indexer as deepseek_v32_indexer
@@ -32,7 +32,7 @@ from torchtitan_npu.planner import BelowSubclasses
 
 BATCH, SEQUENCE, MAX_SEQ_LEN, VOCABULARY = 2, 12, 48, 64
 
-MODELS = TINY | {
+MODELS = {name: TINY[name] for name in FUSED} | {
     "deepseek_v32": (
         "deepseek_v32",
         "debugmodel",

@@ -20,17 +20,17 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str, compute: torch.dtype
     """Rotate ``x`` (..., D) by angles that broadcast to it. Return the result and the error budget in ``compute``."""
     x, cos, sin = x.double(), cos.double(), sin.double()
     other, sign = partners(x.shape[-1], mode)
-    kept, turned = x * cos, x[..., other] * torch.tensor(sign, dtype=torch.float64) * sin
+    same, turned = x * cos, x[..., other] * torch.tensor(sign, dtype=torch.float64) * sin
     # each product rounds once, their sum once more
-    return kept + turned, 2 * unit_roundoff(compute) * (kept.abs() + turned.abs())
+    return same + turned, 2 * unit_roundoff(compute) * (same.abs() + turned.abs())
 
 
 def unrotated(g: Tensor, cos: Tensor, sin: Tensor, mode: str, compute: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the gradient of :func:`rotated` with respect to ``x``, and its budget."""
     g, cos, sin = g.double(), cos.double().expand(g.shape), sin.double().expand(g.shape)
     other, sign = partners(g.shape[-1], mode)
-    kept, turned = g * cos, (g * torch.tensor(sign, dtype=torch.float64) * sin)[..., other]
-    return kept + turned, 2 * unit_roundoff(compute) * (kept.abs() + turned.abs())
+    same, turned = g * cos, (g * torch.tensor(sign, dtype=torch.float64) * sin)[..., other]
+    return same + turned, 2 * unit_roundoff(compute) * (same.abs() + turned.abs())
 
 
 def neighbours_apart(size: int) -> list[int]:

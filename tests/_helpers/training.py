@@ -77,13 +77,13 @@ def recording(config: Any) -> Iterator[tuple[Any, Record]]:
             for name, value in metrics.items():
                 record.metrics[name].append(value)
 
-        def keep_gradients(*args: Any) -> None:
+        def record_gradients(*args: Any) -> None:
             if not record.gradients:
                 record.gradients, record.frozen = gradients(trainer.model_parts)
                 record.biases = expert_biases(trainer.model_parts)  # the hook that balances experts has run before
 
         trainer.metrics_processor.logger.log = log  # type: ignore[method-assign]
-        trainer.optimizers.register_step_pre_hook(keep_gradients)
+        trainer.optimizers.register_step_pre_hook(record_gradients)
         trainer.checkpointer.load()  # like save, does nothing if checkpoints are off
         yield trainer, record
         trainer.close()

@@ -78,6 +78,62 @@ def test_autocast_is_as_accurate_as_eager() -> None:
     assert ours[0] > 1e-6  # autocast has rounded
 
 
+def build(name: str) -> Any:
+    """Return a small model of each family on the CPU, with the same weights in every call."""
+    config = JobConfig()
+    config.training.seq_len = 32
+    if name == "deepseek_v32":
+        args = layouts.add_flavor(name, "tiny", deepseek_v32_training.SMALLER)
+        config.mtp.layers = 2
+    elif name == "qwen3_vl":
+        args = layouts.add_flavor(name, "tiny", {**SIZES, "enable_weight_tying": True})
+    else:
+        layouts.add_flavors()
+        args = get_train_spec(layouts.TINY[name][0]).model_args[name]
+    args = copy.deepcopy(args)
+    args.update_from_config(config)
+    torch.manual_seed(0)
+    model: Any = get_train_spec(layouts.TINY[name][0] if name in layouts.TINY else name).model_cls(args)
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.use_grouped_mm = False
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model
+
+
+def train(model: nn.Module, loss_fn: LossPerToken) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return the loss, the gradients and the loss of validation of a batch."""
+    tokens = torch.randint(500, (2, 32), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[:, -3:] = IGNORE_INDEX
+    for auxiliary_loss in auxiliary_losses([model]):
+        auxiliary_loss.start_batch(torch.tensor(TOKENS))
+    loss_fn.tokens = TOKENS
+    loss = loss_fn(model(tokens), labels)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.eval()
+    with torch.no_grad():
+        return loss.detach(), gradients, loss_fn(model(tokens), labels)
+
+
+@pytest.mark.parametrize("name", [*layouts.FUSED, "deepseek_v32", "qwen3_vl"])
+def test_every_model_has_the_gradients_of_the_loss_of_all_logits(name: str) -> None:
+    loss_fn = ChunkedLossPerToken(24)
+    model = build(name)
+    defer_output(model)
+    loss_fn.use_output([model])
+    loss, gradients, validation = train(model, loss_fn)
+    expected_loss, expected, expected_validation = train(build(name), LossPerToken(cross_entropy_loss))
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=TOLERANCE)
+    assert validation.item() == pytest.approx(expected_validation.item(), rel=TOLERANCE)
+    assert gradients.keys() == expected.keys() and "norm.weight" in gradients
+    for parameter, grad in expected.items():
+        difference = (gradients[parameter] - grad).norm()
+        assert difference <= TOLERANCE * grad.norm(), f"{parameter}: {difference / grad.norm():.1e}"
+
+
 def peak(hidden: Tensor, weight: Tensor, labels: Tensor, function: Any) -> int:
     """Return the largest number of bytes that the loss and its backward pass allocate."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

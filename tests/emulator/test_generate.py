@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests._helpers import layouts
 from tests._helpers.deepseek_v32_training import CONVERTERS
 from tests._helpers.random_weights import random_model
 from tests.emulator.training_jobs import DSA
@@ -16,14 +17,12 @@ from torchtitan_npu.cli.generate.generation import Sampling, generate
 from torchtitan_npu.cli.generate.loading import load_model
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
-from torchtitan_npu.prover import tiny_models
 
-DENSE = ["npu_rms_norm", "npu_rope", "npu_attention"]
 CASES: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "llama3": (tiny_models.TINY["llama3"][2], DENSE, "float32"),
+    "llama3": ({}, layouts.DENSE, "float32"),
     "deepseek_v32": (DSA, CONVERTERS, "bfloat16"),  # the only dtype of the NPU's sparse attention
 }
-"""Sizes, converters and dtype by model."""
+"""Changed sizes, converters and dtype by model."""
 SIGNIFICANT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
@@ -34,7 +33,7 @@ def test_the_cache_changes_only_rounding(name: str, tmp_path: Path) -> None:
     config.model.name, config.model.flavor, config.model.converters = name, "generated", converters
     config.model.hf_assets_path = shipped("torchtitan_npu/assets/tokenizer")
     config.training.seq_len, config.training.mixed_precision_param = 64, dtype
-    args = tiny_models.add_flavor(name, "generated", sizes)
+    args = layouts.add_flavor(name, "generated", {**layouts.TINY[name][2], **sizes})
     args.update_from_config(config)
     dcp.save(random_model(name, args).state_dict(), checkpoint_id=tmp_path, no_dist=True)
     model = load_model(config, tmp_path)

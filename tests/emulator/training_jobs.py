@@ -28,18 +28,9 @@ from tests._helpers.training import Record, plain, recording, state, together, t
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
-VISION = {
-    "n_layers": 4,  # one more than the vision tower feeds: image tokens have no loss
-    "dim": 64,
-    "n_heads": 2,
-    "n_kv_heads": 1,
-    "head_dim": 128,
-    "hidden_dim": 96,
-    "mrope_section": (24, 20, 20),
-}
+VISION = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 128, "mrope_section": (24, 20, 20)}
 """Heads and MRoPE sections are those of the released models, which alone npu_mrope supports."""
 DSA = {
-    **deepseek_v32_training.SMALLER,
     "n_heads": 32,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -48,22 +39,23 @@ DSA = {
     "index_topk": 1024,
 }
 """The smallest sizes that the NPU's sparse attention supports."""
-SPARSE: dict[str, dict[str, Any]] = {
-    "deepseek_v32": deepseek_v32_training.SMALLER,
-    "deepseek_v32_dsa": DSA,
-    "glm_moe_dsa": {**DSA, "n_layers": 3, "index_topk_pattern": "FSS", "v_head_dim": 20},
+MODELS_AND_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32_dsa": ("deepseek_v32", DSA),
+    # three layers share an indexer
+    "glm_moe_dsa": ("glm_moe_dsa", {**DSA, "n_layers": 3, "index_topk_pattern": "FSS"}),
+    "qwen3_vl": ("qwen3_vl", VISION),
 }
-"""Models with sparse attention. In the last one, three layers share an indexer."""
+"""Names of ``layouts.TINY``, and changes to the sizes, by name. Other models have the sizes of ``layouts.TINY``."""
 
 
 class Job(NamedTuple):
     model: str
-    """A key of ``layouts.TINY``, of :data:`SPARSE`, or ``qwen3_vl``."""
+    """A key of ``layouts.TINY`` or of :data:`MODELS_AND_SIZES`."""
     ranks: int = 1
     layout: dict[str, int] = {}  # noqa: RUF012
     options: dict[str, Any] = {}  # noqa: RUF012
     sizes: dict[str, Any] = {}  # noqa: RUF012
-    """Changes to the sizes of a model in :data:`SPARSE`."""
+    """More changes to the sizes."""
 
     def run(self, timeout: float = 120) -> Record:
         """Train on the ranks of this process's backend, and merge their records."""
@@ -90,9 +82,9 @@ ON_CPU = {model: Job(model) for model in MODELS} | {
 def run_on_cpu(jobs: dict[str, Job]) -> dict[str, Record]:
     """Train in a process that does not load torch_npu."""
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder, "jobs"), Path(folder, "records")
-        given.write_bytes(pickle.dumps(jobs))
-        command = [sys.executable, "-m", "tests.emulator.training_jobs", str(given), str(found)]
+        requested, found = Path(folder, "jobs"), Path(folder, "records")
+        requested.write_bytes(pickle.dumps(jobs))
+        command = [sys.executable, "-m", "tests.emulator.training_jobs", str(requested), str(found)]
         subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
         return pickle.loads(found.read_bytes())
 
@@ -150,16 +142,13 @@ def started(job: Job) -> Iterator[tuple[Any, Record]]:
 
 
 def job_config(job: Job) -> Any:
-    model, options = job.model, {"training.steps": STEPS, "training.mixed_precision_param": "float32"}
-    if model in SPARSE:
-        name = model.removesuffix("_dsa") if model == "deepseek_v32_dsa" else model
-        layouts.add_flavor(name, "tiny", {**SPARSE[model], **job.sizes})
-        options |= {"model.name": name, "model.flavor": "tiny", "training.seq_len": 32}
-        model = "deepseek_v3"
-    elif model == "qwen3_vl":
-        layouts.TINY["qwen3_vl"] = ("qwen3_vl", "debugmodel", VISION)
-        options |= {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
-    return layouts.job_config(model, job.layout, {**options, **job.options})
+    model, sizes = MODELS_AND_SIZES.get(job.model, (job.model, {}))
+    options: dict[str, Any] = {"training.steps": STEPS, "training.mixed_precision_param": "float32"}
+    if model == "qwen3_vl":
+        options |= layouts.PICTURES
+    elif model in ("deepseek_v32", "glm_moe_dsa"):
+        options["training.seq_len"] = 32
+    return layouts.job_config(model, job.layout, {**options, **job.options}, {**sizes, **job.sizes})
 
 
 def set_weights(part: nn.Module) -> None:
@@ -178,6 +167,6 @@ def weights(name: str, shape: torch.Size) -> Tensor:
 
 
 if __name__ == "__main__":
-    _, given, found = sys.argv
-    jobs: dict[str, Job] = pickle.loads(Path(given).read_bytes())
+    _, requested, found = sys.argv
+    jobs: dict[str, Job] = pickle.loads(Path(requested).read_bytes())
     Path(found).write_bytes(pickle.dumps({name: job.run(timeout=600) for name, job in jobs.items()}))

@@ -27,7 +27,6 @@ of the tower and four of the decoder, and their errors add up like a random walk
 
 SIZES = TINY["qwen3_vl"][2]
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_mrope", "npu_attention"]
-DATA = {"training.dataset": "shapes", "validation.dataset": "shapes_validation"}
 VALIDATED = {"validation.enable": True}
 EXPERTS = {"model.converters": [*CONVERTERS, "npu_permute", "npu_gmm"]}
 
@@ -41,7 +40,7 @@ def add_flavor(flavor: str) -> str:
 
 def train(flavor: str, layout: dict[str, int], options: dict[str, Any]) -> Record:
     """Train on this rank."""
-    return layouts.train(add_flavor(flavor), layout, {**DATA, **options})
+    return layouts.train(add_flavor(flavor), layout, {**layouts.PICTURES, **options})
 
 
 @functools.cache
@@ -136,7 +135,7 @@ def test_unsupported_options_are_an_error(
     ranks = math.prod(layout.values())
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     lengths = {"training.seq_len": 96, "validation.seq_len": 96}
-    config = layouts.job_config(add_flavor("dense"), layout, {**DATA, **lengths, **options})
+    config = layouts.job_config(add_flavor("dense"), layout, {**layouts.PICTURES, **lengths, **options})
     with pytest.raises(UsageError, match=message):
         check_job(config, ranks)
 
@@ -163,7 +162,7 @@ def test_text_trains_the_decoder_and_gives_the_tower_zero_gradients() -> None:
 
 def exported(flavor: str, layout: dict[str, int]) -> dict[str, Any]:
     """Export a sharded model, check that it can be read back, and return the exported weights."""
-    with recording(layouts.job_config(add_flavor(flavor), layout, DATA)) as (trainer, _):
+    with recording(layouts.job_config(add_flavor(flavor), layout, layouts.PICTURES)) as (trainer, _):
         (model,) = trainer.model_parts
         adapter = Qwen3VLStateDictAdapter(model.model_args, None)
         state = get_model_state_dict(model)

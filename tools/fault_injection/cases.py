@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests._helpers.entry_ranks import EntryRanks
-from tools.fault_injection.jobs import INTERVAL, STEPS, VALIDATION, Job, Reference, curve, host, reference
-from tools.fault_injection.plan import Plan
+from tools.fault_injection.jobs import INTERVAL, STEPS, VALIDATION, Job, Plan, Reference, curve, reference
 
 PHASES = ("load", "step", "save", "validation")
 FAULTS = {
@@ -88,7 +87,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """How a case ended."""
+    """The ending of a case, and its problems."""
 
     case: str
     number: int
@@ -226,7 +225,7 @@ def ending(case: Case, ranks: EntryRanks, codes: list[int | None]) -> str:
     """Return the name of the ending, or an empty string if it is not one that the documentation promises."""
     others = [code for rank, code in enumerate(codes) if rank != case.rank]
     own = codes[case.rank]
-    named = f"torchtitan_npu: first failure: rank {case.rank} ({host()}, pid {ranks.pid(case.rank)}) "
+    named = f"torchtitan_npu: first failure: rank {case.rank} ({os.uname().nodename}, pid {ranks.pid(case.rank)}) "
     lines = [ranks.last_line(rank) for rank in range(len(codes)) if rank != case.rank]
     logs = "".join(ranks.log(rank) for rank in range(len(codes)))
     all_named = set(others) == {1} and all(line.startswith(named) for line in lines)

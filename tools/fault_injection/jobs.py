@@ -1,4 +1,4 @@
-"""The small jobs of a campaign, and their uninterrupted runs."""
+"""The small jobs of a campaign, their planned faults, and their uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
 from tests._helpers.entry_ranks import EntryRanks, start_ranks
 from tests._helpers.layouts import DEGREES
 from tools.campaign import ROOT, code_checksum
-from tools.fault_injection.plan import FLAVOR, Plan
 
 STEPS, INTERVAL, VALIDATION = 6, 2, 3
 """A job trains and saves so often; it also validates after its first step."""
+FLAVOR = "two_layers"
+"""The flavor of each model that the jobs train."""
 LAYOUTS = {
     "llama3": ("shard2", "replicate2", "tp2", "cp2", "pp2", "shard2 tp2"),
     "qwen3_moe": ("shard2", "tp2", "ep2", "pp2"),
@@ -24,6 +25,37 @@ LAYOUTS = {
 }
 """Layouts by model. ``ep2`` shards the other parameters over the same two ranks."""
 JOBS = {f"{model}:{layout}": (model, layout) for model, layouts in LAYOUTS.items() for layout in layouts}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planned fault, which ranks get in an environment variable, and whether to count the events of each phase."""
+
+    folder: str
+    """The job's dump folder."""
+    action: str = ""
+    """The name of the fault's action, or an empty string."""
+    rank: int = 0
+    all_ranks: bool = False
+    phase: str = ""
+    step: int = 0
+    event: int = 0
+    largest_file: int = 0
+    """In bytes: the disk is full for files above this size. If 0, it is full for new files."""
+    moment: float = 0.0
+    """Selects the weight whose gradient gets a NaN, from 0 to 1."""
+    counts: bool = False
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.folder}{os.sep}checkpoint"
+
+    def variables(self) -> dict[str, str]:
+        return {"FAULT_PLAN": json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls) -> Plan:
+        return cls(**json.loads(os.environ["FAULT_PLAN"]))
 
 
 @dataclass(frozen=True)
@@ -134,7 +166,3 @@ def curve(dump_folder: Path) -> dict[str, dict[str, str]]:
             if steps.setdefault(name, entry) != entry:
                 raise ValueError(f"{name}: {steps[name]} and later {entry}")
     return steps
-
-
-def host() -> str:
-    return os.uname().nodename

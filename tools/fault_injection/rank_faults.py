@@ -23,7 +23,7 @@ import xxhash
 from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.metrics import MetricsProcessor
 
-from tools.fault_injection.plan import Plan
+from tools.fault_injection.jobs import Plan
 from torchtitan_npu import trainer as trainer_module
 from torchtitan_npu.components.checkpoint.manager import CheckpointManager
 from torchtitan_npu.components.validation import Validator

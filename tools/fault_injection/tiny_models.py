@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 
-from tests._helpers.layouts import TINY_DEEPSEEK_V32, add_flavor, add_flavors
+from tests._helpers.layouts import add_flavor, add_flavors
 from tests._helpers.swapping_jobs import swapping_options
-from tools.fault_injection.plan import FLAVOR, Plan
+from tools.fault_injection.jobs import FLAVOR, Plan
 from tools.fault_injection.rank_faults import install
 
 model = os.environ["TINY_MODEL"]
 family = model.partition("_moe")[0]
 add_flavors()
-if model == "deepseek_v32":
-    add_flavor(model, FLAVOR, TINY_DEEPSEEK_V32)
-else:
-    add_flavor(family, FLAVOR, {"n_layers": 2}, base=model)
+add_flavor(family, FLAVOR, {"n_layers": 2}, base=model)
 swapping_options(family)
 install(Plan.from_environment(), int(os.environ["RANK"]))
