@@ -58,7 +58,7 @@ def page(of_wheel: str) -> str:
     for family in sorted(families):
         count = sum(map(len, families[family].values()))
         lines += ["", f"## {family}", "", f"| declared in | {count} operators |", "|---|---|"]
-        lines += [f"| {place} | {', '.join(sorted(names))} |" for place, names in sorted(families[family].items())]
+        lines += [f"| {source} | {', '.join(sorted(names))} |" for source, names in sorted(families[family].items())]
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 

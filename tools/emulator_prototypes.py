@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,44 +38,21 @@ LETTERS = {
     "aclIntArray*": "I",
     "aclFloatArray*": "F",
     "aclBoolArray*": "B",
-    "char*": "z",
-    "string": "z",
-    "void*": "p",
-    "float*": "p",
-    "int64_t*": "p",
-    "HcclComm": "p",
-    "aclTensor**": "o",
-    "aclTensor*&": "o",
-    "double": "d",
-    "float": "f",
-    "int64_t": "q",
-    "uint64_t": "Q",
-    "size_t": "Q",
-    "int32_t": "i",
-    "int": "i",
-    "uint32_t": "u",
-    "int8_t": "b",
-    "uint8_t": "c",
-    "int16_t": "h",
+    **dict.fromkeys(("char*", "string"), "z"),
+    **dict.fromkeys(("void*", "float*", "int64_t*", "HcclComm"), "p"),
+    **dict.fromkeys(("aclTensor**", "aclTensor*&"), "o"),
+    **dict.fromkeys(("uint64_t", "size_t"), "Q"),
+    **dict.fromkeys(("int32_t", "int"), "i"),
+    **dict.fromkeys(("aclDataType", "aclFormat", "aclSparseType"), "e"),
+    **{"double": "d", "float": "f", "int64_t": "q", "uint32_t": "u", "int8_t": "b", "uint8_t": "c", "int16_t": "h"},
     "bool": "?",
-    "aclDataType": "e",
-    "aclFormat": "e",
-    "aclSparseType": "e",
 }
 """The letter of each C type, a key of ``C_TYPES`` in torchtitan_npu/emulator/build.py."""
 
 LAST = ["uint64_t*", "aclOpExecutor**"]
 """The types of the last two parameters of every GetWorkspaceSize."""
 
-ATTRIBUTES = {
-    "Int": "q",
-    "Float": "d",
-    "Bool": "?",
-    "String": "z",
-    "ListInt": "I",
-    "ListFloat": "F",
-    "ListBool": "B",
-}
+ATTRIBUTES = {"Int": "q", "Float": "d", "Bool": "?", "String": "z", "ListInt": "I", "ListFloat": "F", "ListBool": "B"}
 """The letter of each type of attribute in a definition."""
 
 ARRAYS = {"DT_INT64": "I", "DT_FLOAT": "F", "DT_BOOL": "B"}
@@ -101,7 +78,7 @@ WRITTEN = {
     "aclnnGroupedDynamicMxQuantV2": ["y", "mxscale"],
     "aclnnSparseFlashAttentionV2": ["attentionOut", "softmaxMax", "softmaxSum"],
 }
-"""What operators write whose declarations tell something else, or nothing."""
+"""Outputs of operators whose declarations are wrong or do not tell."""
 
 OUTPUT = re.compile(r"^out|(?:Out|_out)(?:put)?\d?(?:Optional)?$")
 GRADIENT = re.compile(r"^(?:grad|d)_?out(?:put)?\d?(?:Optional)?$", re.IGNORECASE)
@@ -288,7 +265,7 @@ def table(
             print(f"{name}: {best.types} in {best.source}, {types} in {source}", file=sys.stderr)
         entry: dict[str, object] = best._asdict() | {"outputs": outputs(name, found[name])}
         entry["source"] = first_source(best, first_hand.get(name, []))
-        since = first(versions[name])
+        since = next(version for version in VERSIONS if version in versions[name])
         if since != next(iter(VERSIONS)):
             entry["since"] = since
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
@@ -312,9 +289,9 @@ def outputs(operator: str, declarations: list[Prototype]) -> list[str]:
         return WRITTEN[operator]
     names = tensors(declarations[0].types, declarations[0].arguments)
     for declaration in declarations:
-        others = tensors(declaration.types, declaration.arguments)
-        if declaration.outputs and len(others) == len(names):
-            return [names[others.index(output)] for output in declaration.outputs]
+        declared_names = tensors(declaration.types, declaration.arguments)
+        if declaration.outputs and len(declared_names) == len(names):
+            return [names[declared_names.index(output)] for output in declaration.outputs]
     in_place = [name for name in names if name.endswith("Ref")]
     if not in_place and "Inplace" in operator:
         in_place = names[:1]
@@ -323,10 +300,6 @@ def outputs(operator: str, declarations: list[Prototype]) -> list[str]:
     if not found:
         print(f"{operator}: no declaration says what it writes", file=sys.stderr)
     return [name for name in names if name in found] or names[-1:]
-
-
-def first(versions: Iterable[str]) -> str:
-    return next(version for version in VERSIONS if version in versions)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from tests.emulator.training_jobs import Job, started  # noqa: E402
 from torchtitan_npu.emulator import set_seed  # noqa: E402
 
 RANK_OFFSET = 10_000
-"""Rank r draws its orders from seed + r * RANK_OFFSET, so that ranks are delayed at different places."""
+"""Rank r draws its orders from seed + r * RANK_OFFSET, so that ranks are delayed at different tasks."""
 SMALL = {"training.seq_len": 16, "training.global_batch_size": 2, "training.local_batch_size": 1}
 DSA = {**SMALL, "model.converters": CONVERTERS, "training.mixed_precision_param": "bfloat16"}
 EXPERTS = {**SMALL, "model.converters": ["npu_rms_norm", "npu_rope", "npu_permute", "npu_gmm"]}

@@ -35,35 +35,18 @@ SERIES = {
     "310P": ("Atlas 推理系列", "Atlas inference series"),
     "910": ("Atlas 训练系列", "Atlas training series"),
 }
-"""How the documents' names of a series of chips begin (``torchtitan_npu.chips.SERIES``)."""
+"""Beginnings of the documents' names for a series of chips (``torchtitan_npu.chips.SERIES``)."""
 
+SAME_NAMES = "COMPLEX32 COMPLEX64 COMPLEX128 BOOL INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 HIFLOAT8"
 DTYPES = {
-    "FLOAT": "float32",
-    "FLOAT32": "float32",
-    "FLOAT16": "float16",
-    "BFLOAT16": "bfloat16",
-    "BF16": "bfloat16",
-    "DOUBLE": "float64",
-    "FLOAT64": "float64",
-    "COMPLEX32": "complex32",
-    "COMPLEX64": "complex64",
-    "COMPLEX128": "complex128",
-    "BOOL": "bool",
-    **{name: name.lower() for name in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")},
-    **{name: name.lower() for name in ("HIFLOAT8", "FLOAT8_E5M2", "FLOAT8_E4M3FN")},
+    **{"FLOAT": "float32", "FLOAT32": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "BF16": "bfloat16"},
+    **{"DOUBLE": "float64", "FLOAT64": "float64"},
+    **{name: name.lower() for name in (*SAME_NAMES.split(), "FLOAT8_E5M2", "FLOAT8_E4M3FN")},
     "FLOAT8_E8M0": "float8_e8m0fnu",
 }
 NOT_EMULATED = {
-    "INT4",
-    "UINT1",
-    "FLOAT4_E2M1",
-    "FLOAT4_E1M2",
-    "STRING",
-    "QINT8",
-    "QUINT8",
-    "QINT16",
-    "QUINT16",
-    "QINT32",
+    *("INT4", "UINT1", "FLOAT4_E2M1", "FLOAT4_E1M2", "STRING"),
+    *("QINT8", "QUINT8", "QINT16", "QUINT16", "QINT32"),
 }
 
 NO_BFLOAT16 = "no BFLOAT16 in the document, while the interface's source lists it for A2 and A3"
@@ -96,7 +79,7 @@ RETURNS = re.compile(r"返回值|\*\*Return")
 VERBS = {"仅支持": "only", "额外支持": "also", "不支持": "not", "支持": "only", "cannot be": "not", "can be": "only"}
 VERB = re.compile("|".join(VERBS))
 SUBJECT = re.compile(r"参数|输入|输出|数据类型|The data type|的|均|`|\band\b|[、，,和与]")
-"""What a sentence may have before its verb, besides names of arguments."""
+"""Words that a sentence may have before its verb, besides names of arguments."""
 
 MOST_DIMENSIONS = 8
 SHAPE_HEADERS = {"维度(shape)", "维度（shape）", "Dimension (Shape)", "Shape", "维度"}
@@ -200,7 +183,7 @@ def input_tensors(prototype: dict[str, Any]) -> set[str]:
     return {name for name in tensors if name not in prototype["outputs"] or name.endswith("Ref")}
 
 
-def documented(text: str, place: str) -> Iterator[tuple[str, Allowed, Ranks]]:
+def documented(text: str, source: str) -> Iterator[tuple[str, Allowed, Ranks]]:
     """Yield each operator of a document with its dtypes by series and argument, and its ranks by argument."""
     supported = {
         series: mark.lower() in ("√", "支持", "yes")
@@ -211,7 +194,7 @@ def documented(text: str, place: str) -> Iterator[tuple[str, Allowed, Ranks]]:
         body = RETURNS.split(match[2])[0]
         table = Table()
         table.feed(body)
-        columns = dtype_columns(table.rows, f"{place} {match[1]}")
+        columns = dtype_columns(table.rows, f"{source} {match[1]}")
         if not columns:
             continue
         series = [one for one, is_supported in supported.items() if is_supported]
@@ -240,7 +223,7 @@ def series_of(text: str) -> list[str]:
     return [name for name, starts in SERIES.items() if any(part.startswith(starts) for part in parts)]
 
 
-def dtype_columns(rows: list[list[str]], place: str) -> dict[str, frozenset[str]]:
+def dtype_columns(rows: list[list[str]], source: str) -> dict[str, frozenset[str]]:
     """Return the dtypes of each argument whose cell is a plain list of dtypes."""
     header = next((row for row in rows if "数据类型" in row or "Data Type" in row), None)
     if header is None:
@@ -249,20 +232,20 @@ def dtype_columns(rows: list[list[str]], place: str) -> dict[str, frozenset[str]
     found = {}
     for row in rows[rows.index(header) + 1 :]:
         if len(row) > column:
-            dtypes = dtype_list(row[column], f"{place} {row[0]}")
+            dtypes = dtype_list(row[column], f"{source} {row[0]}")
             name = re.match(r"\w+", row[0])
             if dtypes and name:
                 found[name[0]] = dtypes
     return found
 
 
-def dtype_list(text: str, place: str) -> frozenset[str] | None:
+def dtype_list(text: str, source: str) -> frozenset[str] | None:
     """Return the dtypes of ``FLOAT、FLOAT16``; ``None`` if the text is something else."""
     words = [word for word in re.split(r"[、，,\s/;；。]|<br>|<term>|<p>|\bor\b|\band\b|或", text) if word]
     known = DTYPES.keys() | NOT_EMULATED
     if not words or any(word not in known for word in words):
-        if place and any(word in known for word in words):
-            print(f"{place}: {text}", file=sys.stderr)
+        if source and any(word in known for word in words):
+            print(f"{source}: {text}", file=sys.stderr)
         return None
     return frozenset(DTYPES[word] for word in words if word in DTYPES)
 
@@ -353,35 +336,36 @@ def apply(
             columns[name] = dtypes
 
 
-def merged(versions: dict[str, Allowed]) -> dict[str, dict[str, dict[str, str | None]]]:
+def merged(versions: dict[str, Allowed]) -> dict[str, Any]:
     """Return ``{arguments: {series: {first version: dtypes}}}``; arguments and series that agree share an entry."""
-    by_argument: dict[str, dict[str, dict[str, str | None]]] = defaultdict(dict)
-    arguments = list(dict.fromkeys(name for one in versions.values() for columns in one.values() for name in columns))
     order = list(dict.fromkeys(DTYPES.values()))
-    for argument in arguments:
-        by_series: dict[str, dict[str, str | None]] = {}
+    by_argument = {}
+    for argument in dict.fromkeys(name for one in versions.values() for columns in one.values() for name in columns):
+        histories = {}
         for series in SERIES:
             columns = [versions.get(version, {}).get(series, {}).get(argument, frozenset()) for version in VERSIONS]
             if history := changes([" ".join(sorted(dtypes, key=order.index)) for dtypes in columns]):
-                by_series[series] = history
-        groups: dict[str, list[str]] = defaultdict(list)
-        for series, history in by_series.items():
-            groups[json.dumps(history)].append(series)
-        by_argument[argument] = {" ".join(names): json.loads(history) for history, names in groups.items()}
-    shared: dict[str, list[str]] = defaultdict(list)
-    for argument, table in by_argument.items():
-        if table:
-            shared[json.dumps(table)].append(argument)
-    return {" ".join(names): json.loads(table) for table, names in shared.items()}
+                histories[series] = history
+        if histories:
+            by_argument[argument] = shared(histories)
+    return shared(by_argument)
 
 
-def merged_ranks(versions: dict[str, Ranks]) -> dict[str, dict[str, str | None]]:
+def merged_ranks(versions: dict[str, Ranks]) -> dict[str, Any]:
     """Return ``{arguments: {first version: ranks}}``; arguments that agree share an entry."""
-    shared: dict[str, list[str]] = defaultdict(list)
+    by_argument = {}
     for argument in dict.fromkeys(name for one in versions.values() for name in one):
         texts = [" ".join(map(str, sorted(versions.get(version, {}).get(argument, ())))) for version in VERSIONS]
-        shared[json.dumps(changes(texts))].append(argument)
-    return {" ".join(names): json.loads(history) for history, names in shared.items()}
+        by_argument[argument] = changes(texts)
+    return shared(by_argument)
+
+
+def shared(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries with equal values as one, whose key has all names."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, value in entries.items():
+        names[json.dumps(value)].append(name)
+    return {" ".join(same): json.loads(value) for value, same in names.items()}
 
 
 def changes(texts: list[str]) -> dict[str, str | None]:

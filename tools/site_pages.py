@@ -18,7 +18,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Files of the repository that are pages of the site, too, and their place there."""
+"""Files of the repository that are pages of the site, too, and their address there."""
 
 
 def sections(index: str) -> dict[str, list[Any]]:
@@ -52,21 +52,21 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages from outside docs/."""
-    for source, place in OUTSIDE.items():
-        files.append(File.generated(config, place, content=(ROOT / source).read_text()))
+    for source, address in OUTSIDE.items():
+        files.append(File.generated(config, address, content=(ROOT / source).read_text()))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Remove the mark of runnable fences, and let links lead to the pages of the site."""
-    place = page.file.src_uri
-    source = next((source for source, there in OUTSIDE.items() if there == place), f"docs/{place}")
+    address = page.file.src_uri
+    source = next((source for source, there in OUTSIDE.items() if there == address), f"docs/{address}")
 
     def link(match: re.Match[str]) -> str:
         target = os.path.normpath(os.path.join(os.path.dirname(source), match[1]))
         if source not in OUTSIDE and target not in OUTSIDE:
             return match[0]
         there = OUTSIDE.get(target, target.removeprefix("docs/"))
-        return f"]({os.path.relpath(there, os.path.dirname(place) or '.')}"
+        return f"]({os.path.relpath(there, os.path.dirname(address) or '.')}"
 
     markdown = re.sub(r"^(\s*```\w+) run$", r"\1", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!\w+:|#)([^)#\s]+)", link, markdown)

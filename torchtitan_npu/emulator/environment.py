@@ -63,7 +63,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is recorded and checked during a run."""
+    """Records and checks of a run."""
 
     launches: bool = False
     """Count launches and bytes by operator."""

@@ -1,4 +1,4 @@
-"""What a version of CANN documents as unsupported on a chip.
+"""Documented limits of the operators in the emulated version of CANN on the emulated chip.
 
 ``cann_limits.json`` has one line for each documented limit of an operator of :mod:`torchtitan_npu.ops`. ``op`` and
 ``what`` name the operator and the quantity as in its :class:`~torchtitan_npu.ops.core.op.Limit`.
