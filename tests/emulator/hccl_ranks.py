@@ -46,8 +46,8 @@ def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.T
     return (torch.arange(count) * (rank + 3) + 7 * rank).remainder(limit).to(dtype)
 
 
-def expect(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0)
+def expect(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
 
 
 @check("healthy")
@@ -221,16 +221,6 @@ def batch_in_odd_orders(rank: int, size: int) -> None:
         for (r, size_of), tensor in received.items():
             expect(tensor, values(r, size_of))
             tensor.zero_()
-
-
-@check("healthy")
-def many_at_once(rank: int, size: int) -> None:
-    tensors = [values(rank + k, 2000).npu() for k in range(20)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for work in works:
-        work.wait()
-    for k, tensor in enumerate(tensors):
-        expect(tensor, sum(values(r + k, 2000) for r in range(size)))
 
 
 @check("healthy")

@@ -37,7 +37,7 @@ def read_a_copy(synchronized: bool) -> bool:
 
 
 def free_memory_in_use(synchronized: bool) -> bool:
-    """A second stream reads a tensor that is freed, and whose memory is given out again."""
+    """A second stream reads a tensor that is freed, and whose memory is allocated again."""
     main, side = torch.npu.current_stream(), torch.npu.Stream()
     x = torch.ones(SIZE, device="npu") * 5
     side.wait_stream(main)

@@ -1,11 +1,12 @@
 """DeepSeek-V3.2 with ``npu_dsa`` and all other converters in bfloat16, which the NPU's sparse attention requires.
 
 The yardstick is a float32 run of the CPU backend. In bfloat16 the emulated NPU may be a stated factor further away from
-it than the CPU backend is: both round the same numbers, at different places.
+it than the CPU backend is: both round the same numbers, at different steps.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from tests._helpers.deepseek_v32_training import CONVERTERS, SELECTIVE
 from tests._helpers.multirank import run_on_ranks
-from tests._helpers.training import Record
+from tests._helpers.training import Record, assert_same_balance
 from tests.emulator.training_jobs import DSA_BFLOAT16 as BFLOAT16
 from tests.emulator.training_jobs import DSA_OPTIONS as OPTIONS
 from tests.emulator.training_jobs import Job, run_on_cpu, train_and_count
@@ -62,26 +63,6 @@ def test_layers_that_share_an_indexer(on_cpu: dict[str, Record]) -> None:
     assert calls["npu_sparse_flash_attention"] == 2 * 3 * batches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "layout", "options"),
-    [
-        (2, {"cp": 2}, {"activation_checkpoint.mode": "full"}),
-        (2, {"ep": 2}, {"mtp.layers": 1}),
-    ],
-    ids=str,
-)
-def test_layers_that_share_an_indexer_on_more_layouts(
-    ranks: int, layout: dict[str, int], options: dict[str, Any]
-) -> None:
-    jobs = {
-        dtype: Job("glm_moe_dsa", ranks, layout, {**of_dtype, **options})
-        for dtype, of_dtype in (("float32", OPTIONS), ("bfloat16", BFLOAT16))
-    }
-    cpu = run_on_cpu(jobs)
-    assert_as_exact_as_the_cpu(jobs["bfloat16"].run(timeout=300), cpu["bfloat16"], cpu["float32"])
-
-
 def test_selective_checkpointing_saves_attention() -> None:
     """Option "op" recomputes neither the selection of keys nor attention, and changes no bit."""
     short = {**BFLOAT16, "training.steps": 2}
@@ -96,39 +77,45 @@ def test_selective_checkpointing_saves_attention() -> None:
     assert saving_calls["npu_rms_norm"] > calls["npu_rms_norm"]  # other operators are recomputed
 
 
+FULL = {"activation_checkpoint.mode": "full"}
+# the first layer has no experts; one sequence is longer than the top-k, which selects every key of the other tests
+LONG = {**ONE_SEQUENCE, "training.seq_len": 1088}
+LONG["model.converters"] = [name for name in CONVERTERS if name not in ("npu_gating", "npu_permute", "npu_gmm")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "layout", "sizes"),
+    ("model", "ranks", "layout", "options", "sizes"),
     [
-        (2, {"ep": 2}, {}),
+        ("glm_moe_dsa", 2, {"cp": 2}, FULL, {}),
+        ("glm_moe_dsa", 2, {"ep": 2}, {"mtp.layers": 1}, {}),
+        ("deepseek_v32_dsa", 2, {"ep": 2}, {}, {}),
         # TorchTitan has no mixed precision with tensor parallel alone; the loss of the indexer needs 32 heads per rank
-        (4, {"shard": 2, "tp": 2}, {"n_heads": 64}),
-        (4, {"shard": 2, "tp": 2, "ep": 4}, {"n_heads": 64}),
+        ("deepseek_v32_dsa", 4, {"shard": 2, "tp": 2, "ep": 4}, {}, {"n_heads": 64}),
+        ("deepseek_v32_dsa", 1, {}, LONG, {"n_layers": 1}),
     ],
     ids=str,
 )
-def test_more_layouts(ranks: int, layout: dict[str, int], sizes: dict[str, int]) -> None:
-    cpu = run_on_cpu(
-        {
-            "float32": Job("deepseek_v32_dsa", ranks, layout, OPTIONS, sizes),
-            "bfloat16": Job("deepseek_v32_dsa", ranks, layout, BFLOAT16, sizes),
-        }
-    )
-    emulated = Job("deepseek_v32_dsa", ranks, layout, BFLOAT16, sizes).run(timeout=300)
-    assert_as_exact_as_the_cpu(emulated, cpu["bfloat16"], cpu["float32"])
+def test_more_layouts_and_options(
+    model: str, ranks: int, layout: dict[str, int], options: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    jobs = {
+        dtype: Job(model, ranks, layout, {**of_dtype, **options}, sizes)
+        for dtype, of_dtype in (("float32", OPTIONS), ("bfloat16", BFLOAT16))
+    }
+    cpu = run_on_cpu(jobs)
+    assert_as_exact_as_the_cpu(jobs["bfloat16"].run(timeout=600), cpu["bfloat16"], cpu["float32"])
 
 
-@pytest.mark.slow
-def test_keys_are_selected() -> None:
-    """A sequence longer than the top-k. The other tests select every key, because the top-k is at least 1024."""
-    of_experts = "npu_gating", "npu_permute", "npu_gmm"  # the first layer has none
-    dense = [name for name in CONVERTERS if name not in of_experts]
-    options, sizes = {**ONE_SEQUENCE, "training.seq_len": 1088, "model.converters": dense}, {"n_layers": 1}
-    cpu = run_on_cpu(
-        {
-            "float32": Job("deepseek_v32_dsa", options={**OPTIONS, **options}, sizes=sizes),
-            "bfloat16": Job("deepseek_v32_dsa", options={**BFLOAT16, **options}, sizes=sizes),
-        }
-    )
-    emulated = Job("deepseek_v32_dsa", options={**BFLOAT16, **options}, sizes=sizes).run(timeout=600)
-    assert_as_exact_as_the_cpu(emulated, cpu["bfloat16"], cpu["float32"])
+def test_a_record_of_an_npu_is_replayed_there_bit_for_bit_and_on_the_cpu(tmp_path: Path) -> None:
+    short = {**BFLOAT16, **FULL, "training.steps": 2}
+    recording = Job("deepseek_v32_dsa", options={**short, "replay.record": str(tmp_path)}).run()
+    replay = Job("deepseek_v32_dsa", options={**short, "replay.replay": str(tmp_path)})
+    replaying = replay.run()
+    assert replaying.losses == recording.losses and replaying.norms == recording.norms
+    assert all(torch.equal(replaying.weights[name], weight) for name, weight in recording.weights.items())
+    for kind in ("experts", "keys"):
+        assert replaying.metrics[f"replay/flipped_{kind}"] == [0, 0]
+    on_cpu = run_on_cpu({"replay": replay})["replay"]
+    assert_same_balance(on_cpu, recording)  # the experts are those of the NPU, whatever the CPU would select
+    assert on_cpu.metrics["replay/keys"] == replaying.metrics["replay/keys"]

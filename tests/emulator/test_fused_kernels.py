@@ -57,7 +57,7 @@ def call(op: Op, namespace: str, arguments: dict[str, Any]) -> list[Tensor]:
     device = "cpu" if namespace == "npu_on_cpu" else "npu"
     trained: list[Tensor] = []
 
-    def place(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = value.clone().to(device)
@@ -66,7 +66,7 @@ def call(op: Op, namespace: str, arguments: dict[str, Any]) -> list[Tensor]:
             trained.append(value.requires_grad_())
         return value
 
-    outputs = op.overload(namespace)(**tree_map(place, arguments))
+    outputs = op.overload(namespace)(**tree_map(move, arguments))
     outputs = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
     differentiable = [value for value in outputs if value.requires_grad]
     grads: list[Tensor] = []
@@ -83,8 +83,8 @@ def call(op: Op, namespace: str, arguments: dict[str, Any]) -> list[Tensor]:
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
     assert len(actual) == len(expected)
-    for got, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    for got, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, reference, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("op", "dtype"), CALLS)
@@ -174,13 +174,13 @@ def test_workspaces_are_allocated() -> None:
 
 def test_a_compiled_region_with_an_undefined_output() -> None:
     """From CANN 9.1, torch_npu's unpermute without scores returns an undefined tensor for its backward."""
-    places = torch.randperm(8, generator=torch.Generator().manual_seed(0)).int().npu()
+    slots = torch.randperm(8, generator=torch.Generator().manual_seed(0)).int().npu()
     rows = torch.arange(32.0, device="npu").view(8, 4).requires_grad_()
-    assert torch.ops.npu._npu_moe_token_unpermute(rows, places)[1] is None
+    assert torch.ops.npu._npu_moe_token_unpermute(rows, slots)[1] is None
     weights = torch.arange(32.0, device="npu").view(8, 4)
-    region = torch.compile(lambda x: unpermute(2 * x, places) * weights, backend=bypass_codegen)
+    region = torch.compile(lambda x: unpermute(2 * x, slots) * weights, backend=bypass_codegen)
     region(rows).sum().backward()
-    assert torch.equal(rows.grad, torch.zeros_like(weights).index_copy(0, places, 2 * weights))
+    assert torch.equal(rows.grad, torch.zeros_like(weights).index_copy(0, slots, 2 * weights))
 
 
 def test_a_generated_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

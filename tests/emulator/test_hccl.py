@@ -135,8 +135,8 @@ def test_all_to_all_by_a_matrix_of_counts(three_ranks: Device) -> None:
         assert three_ranks.call(r, "HcclAlltoAllVC", buffers[r], matrix, INT32, received[r], INT32) == 0
     assert three_ranks.synchronize() == [0, 0, 0]
     for r in range(3):
-        wanted = [value for s in range(3) for value in sent[s][sum(counts[s][:r]) : sum(counts[s][: r + 1])]]
-        assert list(received[r])[: len(wanted)] == wanted
+        expected = [value for s in range(3) for value in sent[s][sum(counts[s][:r]) : sum(counts[s][: r + 1])]]
+        assert list(received[r])[: len(expected)] == expected
 
 
 def test_a_group_launches_on_each_stream(three_ranks: Device) -> None:

@@ -1,4 +1,4 @@
-"""What GetWorkspaceSize refuses: an object of another type, a dtype or rank of no document, sizes that do not fit."""
+"""GetWorkspaceSize refuses an object of another type, a dtype or rank of no document, sizes that do not fit."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 from npu_steps import PHASES, WARM_UP, count_launches, logged_steps
 
 PARAMETERS = 9 + 3
-"""Those of a layer of llama3, and embedding, norm and output."""
+"""A layer of llama3 has nine; embedding, norm and output have one each."""
 CHILD = "import torch; from torchtitan_npu import platform; print(hasattr(torch, 'npu'), platform.backend())"
 PARENT = f"""
 import subprocess, sys, torch

@@ -62,42 +62,35 @@ def job(shared: Shared[Job], tmp_path_factory: pytest.TempPathFactory) -> Job:
     return shared("trainer_job", lambda: run_job(tmp_path_factory.mktemp("job")))
 
 
+def emulate(folder: Path, options: list[str], ranks: int, entry: str, model: str, *arguments: str) -> str:
+    """Run the debug model's job with the ``options`` of ``torchtitan-npu emulate``, and return its output."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", *options, "--"]
+    command += ["python", "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "-m", entry]
+    command += [f"--job.config_file={ROOT}/train_configs/{model}_debugmodel.toml", f"--job.dump_folder={folder}"]
+    output = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ran = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, timeout=300, **output)
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    return ran.stdout
+
+
 def run_job(folder: Path) -> Job:
     (folder / "two_layers.py").write_text(TWO_LAYERS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "emulate", "--log", str(folder / "calls.json"), "--"]
-    command += ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan_npu.train"]
-    command += [f"--job.config_file={ROOT / 'train_configs/deepseek_v3_debugmodel.toml'}"]
-    command += [f"--job.dump_folder={folder}"]
-    command += [f"--{key}={value}" for key, value in OPTIONS.items()]
-    command += ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot"]
-    command += ["--npu.empty_cache_after_first_step"]
-    output = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, **output)
-    assert ran.returncode == 0, ran.stdout[-5000:]
+    arguments = [f"--{key}={value}" for key, value in OPTIONS.items()]
+    arguments += ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot"]
+    arguments += ["--npu.empty_cache_after_first_step"]
+    log = ["--log", str(folder / "calls.json")]
+    output = emulate(folder, log, 2, "torchtitan_npu.train", "deepseek_v3", *arguments)
     calls = [call for call in json.loads((folder / "calls.json").read_text()) if call["rank"] == 0]
-    return Job([call for call in calls if call["step"] == 2], ran.stdout, folder)  # steps count from 0
+    return Job([call for call in calls if call["step"] == 2], output, folder)  # steps count from 0
 
 
 @pytest.mark.slow
 def test_the_entry_of_torchtitan_trains_with_converters(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan_npu.cli.main",
-        "emulate",
-        "--",
-        "python",
-        "-m",
-        "torch.distributed.run",
-    ]
-    command += ["--nproc_per_node=1", "-m", "torchtitan.train", f"--job.dump_folder={tmp_path}"]
-    command += [f"--job.config_file={ROOT / 'train_configs/llama3_debugmodel.toml'}"]
-    command += ["--experimental.custom_import=torchtitan_npu", "--model.converters=npu_rms_norm,npu_rope"]
-    command += ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=1"]
-    ran = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
-    assert ran.returncode == 0, ran.stdout[-5000:]
-    assert "-> npu_rms_norm" in ran.stdout and "Training completed" in ran.stdout
+    arguments = ["--experimental.custom_import=torchtitan_npu", "--model.converters=npu_rms_norm,npu_rope"]
+    arguments += ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=1"]
+    output = emulate(tmp_path, [], 1, "torchtitan.train", "llama3", *arguments)
+    assert "-> npu_rms_norm" in output and "Training completed" in output
 
 
 def test_gradients_are_not_multiplied_before_they_are_reduced(job: Job) -> None:
