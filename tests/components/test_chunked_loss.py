@@ -1,7 +1,8 @@
-"""The chunked loss: a float64 oracle, its memory, jobs that it rejects, and the loss of all logits on two ranks."""
+"""The chunked loss: a float64 oracle, the gradients of every model, its memory, and jobs that it rejects."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import ProfilerActivity, profile
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.loss import IGNORE_INDEX, cross_entropy_loss
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols.train_spec import get_train_spec
 
 from tests._helpers import deepseek_v32_training, layouts
 from tests._helpers.error_budget import assert_within, unit_roundoff
@@ -30,9 +33,18 @@ from tests._helpers.linear_cross_entropy import (
 )
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import TOLERANCE, Record, assert_same_gradients
+from tests.models.test_qwen3_vl_training import SIZES
 from torchtitan_npu.components import chunked_loss
-from torchtitan_npu.components.chunked_loss import LinearCrossEntropy, VocabularyShard, defer_output
+from torchtitan_npu.components.chunked_loss import (
+    ChunkedLossPerToken,
+    LinearCrossEntropy,
+    VocabularyShard,
+    defer_output,
+)
+from torchtitan_npu.components.loss import LossPerToken
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.errors import UsageError
+from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
 from torchtitan_npu.planner import fake_ranks
 
 
