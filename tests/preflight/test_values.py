@@ -8,7 +8,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from torchtitan.protocols.model_converter import register_model_converter
@@ -29,9 +30,15 @@ from tests._helpers.config_fuzz import (
 from tests.preflight.test_job_checks import job
 from torchtitan_npu.config.allowed import ListOf, Number
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.value_table import TABLE, check_values, config_keys, is_checked_by_type
+from torchtitan_npu.config.value_table import TABLE, check_values, config_keys
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job import check_job, check_start
+
+
+def is_checked_by_type(kind: Any) -> bool:
+    """Return whether the type itself lists the values of a key: a boolean or a literal, or ``None`` beside it."""
+    options = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+    return all(option in (bool, NoneType) or get_origin(option) is Literal for option in options)
 
 
 def test_every_key_has_allowed_values_and_every_entry_a_key() -> None:

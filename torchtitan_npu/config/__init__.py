@@ -1,1 +1,1 @@
-"""Job configuration: one module per section with its keys and their checks, the parser, and the preflight."""
+"""Job configuration: the keys of each section, their allowed values, and the parser."""

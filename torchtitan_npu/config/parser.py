@@ -83,18 +83,15 @@ def _custom_config(module: Any) -> type:
 def _load_toml(path: str) -> dict[str, Any]:
     PATH.check("job.config_file", path)
     try:
-        if (size := os.path.getsize(shipped(path))) > LARGEST_FILE:
-            raise UsageError(f"job.config_file {path} has {size} bytes; it must have at most {LARGEST_FILE}")
         with open(shipped(path), "rb") as file:
-            return tomli.load(file)
+            if (size := os.fstat(file.fileno()).st_size) <= LARGEST_FILE:
+                return tomli.load(file)
     except OSError as error:
         raise UsageError(f"job.config_file {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise UsageError(f"job.config_file {path}: not valid TOML: nested too deeply") from error
-    except ValueError as error:  # also for a number with too many digits
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"job.config_file {path}: not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:  # ValueError also for a number with too many digits
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"job.config_file {path}: not valid TOML: {reason}") from error
+    raise UsageError(f"job.config_file {path} has {size} bytes; it must have at most {LARGEST_FILE}")
 
 
 def _with_assets_path(args: list[str], table: dict[str, Any]) -> list[str]:
@@ -131,13 +128,11 @@ def _option(args: Sequence[str], name: str) -> str | None:
 
 def _with_option(args: list[str], name: str, value: str) -> list[str]:
     """Return ``args`` with ``--name`` set to ``value``, in place of the value it has there."""
-    without = list(args)
-    for i, arg in enumerate(args):
-        key, equals, _ = arg.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            del without[i : i + (1 if equals else 2)]
-            break
-    return [*without, f"--{name}", value]
+    keys = [arg.partition("=")[0].replace("-", "_") for arg in args]
+    if f"__{name}" not in keys:
+        return [*args, f"--{name}", value]
+    at = keys.index(f"__{name}")
+    return [*args[:at], *args[at + (1 if "=" in args[at] else 2) :], f"--{name}", value]
 
 
 def _check_table(config_classes: Iterable[type], table: dict[str, Any], file: str) -> None:
@@ -189,9 +184,8 @@ def _check_options(config_classes: Sequence[type], args: Sequence[str]) -> None:
         if equals and known.get(name) is bool:
             switch = ".".join([*sections, f"no-{key}"])
             raise UsageError(f"command line: {name} is a switch without a value: --{name} or --{switch}")
-        if (
-            not {name, ".".join([*sections, key.removeprefix("no_")])} & known.keys()
-        ):  # tyro's --section.no-key is false
+        positive = ".".join([*sections, key.removeprefix("no_")])  # tyro's --section.no-key is false
+        if not {name, positive} & known.keys():
             table: dict[str, Any] = {key: None}
             for section in reversed(sections):
                 table = {section: table}

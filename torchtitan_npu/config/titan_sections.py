@@ -52,21 +52,16 @@ class Training(TitanTraining):
     mixed_precision_param: Literal["bfloat16", "float32"] = field(
         default_factory=lambda: "float32" if platform.job_backend() == "cpu" else "bfloat16"
     )
-    """
-    dtype of parameters in mixed precision, with FSDP or torch.autocast. Default: `"float32"` on the CPU, which has no
-    fast bfloat16 matrix product, else `"bfloat16"`.
-    """
+    """dtype of parameters in mixed precision, with FSDP or torch.autocast. Default: `"float32"` on the CPU, which has
+    no fast bfloat16 matrix product, else `"bfloat16"`."""
 
     max_nonfinite_steps: int = 1
-    """
-    Stop the job after this many steps in a row whose loss or gradient norm is not finite; 0 turns the check off. Such a
-    step never updates the weights. See [Steps that are not finite](../how-to/nonfinite-steps.md).
-    """
+    """Stop the job after this many steps in a row whose loss or gradient norm is not finite; 0 turns the check off.
+    Such a step never updates the weights. See [Steps that are not finite](../how-to/nonfinite-steps.md)."""
 
     skip_nonfinite_steps: bool = False
-    """
-    Skip the update of such a step and continue, until there are `max_nonfinite_steps` of them in a row, at least 2.
-    """
+    """Skip the update of such a step and continue, until there are `max_nonfinite_steps` of them in a row, at least
+    2."""
 
 
 def check_data_workers(name: str, section: Any) -> None:
@@ -94,23 +89,17 @@ OPTIMIZER: dict[str, Allowed] = {
 @dataclass
 class Optimizer(TitanOptimizer):
     swap: bool = False
-    """
-    Keep Adam's moments in host memory, which frees 8 bytes of device memory per float32 parameter. Each step copies
-    them to the device and back slice by slice. Results are bit-identical. See
-    [swap optimizer](../how-to/swap-optimizer.md).
-    """
+    """Keep Adam's moments in host memory, which frees 8 bytes of device memory per float32 parameter. Each step copies
+    them to the device and back slice by slice. Results are bit-identical. See [swap
+    optimizer](../how-to/swap-optimizer.md)."""
 
     swap_slice_mib: int = 64
-    """
-    Size of a slice in MiB, at least 1. During a step the device holds three slices: one loading, one being updated and
-    one being stored.
-    """
+    """Size of a slice in MiB, at least 1. During a step the device holds three slices: one loading, one being updated
+    and one being stored."""
 
     swap_fraction: float = 1.0
-    """
-    Largest fraction of the optimizer states to keep in host memory, above 0 and at most 1. The largest parameters are
-    swapped first.
-    """
+    """Largest fraction of the optimizer states to keep in host memory, above 0 and at most 1. The largest parameters
+    are swapped first."""
 
 
 DEGREE = Number(1)
@@ -176,11 +165,10 @@ BUFFER_MIB = Number(1, 2**20)
 @dataclass
 class Comm(TitanComm):
     hccl_buffers: list[str] = field(default_factory=list)
-    """
-    Buffers of HCCL's communicators in MiB, by mesh dimension: `["ep=400", "tp=64"]`. A communicator takes twice as much
-    device memory. The others have the size `HCCL_BUFFSIZE`, 200 by default. Dimensions: `pp`, `dp_replicate`, `fsdp`,
-    `efsdp`, `cp`, `tp`, `ep`, `etp`. A dimension with one rank has no communicator: a log line says so. Only on NPUs.
-    """
+    """Buffers of HCCL's communicators in MiB, by mesh dimension: `["ep=400", "tp=64"]`. A communicator takes twice as
+    much device memory. The others have the size `HCCL_BUFFSIZE`, 200 by default. Dimensions: `pp`, `dp_replicate`,
+    `fsdp`, `efsdp`, `cp`, `tp`, `ep`, `etp`. A dimension with one rank has no communicator: a log line says so. Only on
+    NPUs."""
 
 
 def hccl_buffers(comm: TitanComm) -> dict[str, int]:
@@ -212,10 +200,8 @@ PROFILING: dict[str, Allowed] = {
 @dataclass
 class Profiling(TitanProfiling):
     npu_level: Literal["level0", "level1", "level2"] = "level0"
-    """
-    What torch_npu's profiler collects on the device. `"level0"`: operators and collectives. `"level1"`: also CANN's
-    calls, and the use of each core's pipelines. `"level2"`: also the runtime's calls and the AI CPU.
-    """
+    """What torch_npu's profiler collects on the device. `"level0"`: operators and collectives. `"level1"`: also CANN's
+    calls, and the use of each core's pipelines. `"level2"`: also the runtime's calls and the AI CPU."""
 
     npu_ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks to profile on NPUs. Empty: all."""

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from torchtitan_npu.config.allowed import Allowed
+from torchtitan_npu.config.allowed import LINE, MODULE, NAME, PATH, Allowed, ListOf, Number, OneOf, Text
 from torchtitan_npu.config.data import DATA_SECTION
 from torchtitan_npu.config.model_sections import DSA, MTP, MXFP8, REPLAY
 from torchtitan_npu.config.npu import NPU
-from torchtitan_npu.config.titan_keys import (
-    ACTIVATION_CHECKPOINT,
-    COMPILE,
-    DEBUG,
-    EXPERIMENTAL,
-    FAULT_TOLERANCE,
-    JOB,
-    LR_SCHEDULER,
-    METRICS,
-    MODEL,
-    QUANTIZE,
-)
 from torchtitan_npu.config.titan_sections import (
     CHECKPOINT,
     COMM,
@@ -34,26 +21,61 @@ from torchtitan_npu.config.titan_sections import (
 )
 
 SECTIONS: dict[str, dict[str, Allowed]] = {
-    "activation_checkpoint": ACTIVATION_CHECKPOINT,
+    "activation_checkpoint": {
+        "selective_ac_option": Text('`"op"` or a number of layers, such as `"2"`', "op|[0-9]{1,9}"),
+        "per_op_sac_force_recompute_mm_shapes_by_fqns": ListOf(NAME),
+        "memory_budget": Number(0, 1),
+        "determinism_check": OneOf(("default", "none")),
+    },
     "checkpoint": CHECKPOINT,
     "comm": COMM,
-    "compile": COMPILE,
+    "compile": {"components": ListOf(OneOf(("model", "loss"))), "backend": NAME},
     "data": DATA_SECTION,
-    "debug": DEBUG,
+    "debug": {"seed": Number(0, 2**63 - 1)},
     "dsa": DSA,
-    "experimental": EXPERIMENTAL,
-    "fault_tolerance": FAULT_TOLERANCE,
-    "job": JOB,
-    "lr_scheduler": LR_SCHEDULER,
-    "metrics": METRICS,
-    "model": MODEL,
+    "experimental": {"custom_import": MODULE, "custom_args_module": MODULE},
+    "fault_tolerance": {
+        "process_group": OneOf(("gloo", "nccl")),
+        "process_group_timeout_ms": Number(1),
+        "replica_id": Number(0),
+        "group_size": Number(0),
+        "min_replica_size": Number(1),
+        "semi_sync_method": OneOf(("local_sgd", "diloco")),
+    },
+    "job": {
+        "config_file": PATH,
+        "dump_folder": PATH,
+        "description": LINE,
+        "save_config_file": LINE,
+        "custom_config_module": MODULE,
+    },
+    "lr_scheduler": {
+        "warmup_steps": Number(0),
+        "total_steps": Number(1),
+        "decay_ratio": Number(0, 1),
+        "min_lr_factor": Number(0, 1),
+    },
+    "metrics": {"log_freq": Number(1), "save_tb_folder": PATH},
+    "model": {
+        "name": NAME,
+        "flavor": NAME,
+        "hf_assets_path": PATH,
+        "tokenizer_path": PATH,
+        "converters": ListOf(NAME),
+    },
     "mtp": MTP,
     "mxfp8": MXFP8,
     "npu": NPU,
     "optimizer": OPTIMIZER,
     "parallelism": PARALLELISM,
     "profiling": PROFILING,
-    "quantize": QUANTIZE,
+    "quantize": {
+        "linear.float8.filter_fqns": ListOf(LINE),
+        "grouped_mm.float8.fqns": ListOf(LINE),
+        "linear.mx.recipe_name": NAME,
+        "linear.mx.filter_fqns": ListOf(LINE),
+        "grouped_mm.mx.fqns": ListOf(LINE),
+    },
     "replay": REPLAY,
     "training": TRAINING,
     "validation": VALIDATION,
@@ -77,9 +99,3 @@ def config_keys(config: Any, section: str = "") -> Iterator[tuple[str, Any, Any]
             yield from config_keys(value, f"{section}{field.name}.")
         else:
             yield section + field.name, field.type, value
-
-
-def is_checked_by_type(kind: Any) -> bool:
-    """Return whether the type itself lists the values of a key: a boolean or a literal, or ``None`` beside it."""
-    options = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
-    return all(option in (bool, NoneType) or get_origin(option) is Literal for option in options)
