@@ -28,8 +28,8 @@ from torchtitan_npu.planner.layout import (
     with_layout,
 )
 from torchtitan_npu.planner.search import dividing, job_layout
-from torchtitan_npu.preflight.job_context import build_on_meta
-from torchtitan_npu.preflight.parallelism import check_degrees
+from torchtitan_npu.preflight.job_context import JobContext, build_on_meta
+from torchtitan_npu.preflight.parallelism import check_world_size
 
 CONFIGS = train_configs()
 for model in ("llama3", "deepseek_v32"):
@@ -84,12 +84,12 @@ def test_expert_tensor_parallel_leaves_fewer_ranks_to_ep() -> None:
     args = SimpleNamespace(n_heads=16, n_layers=1)
     found = list(dividing(config, 8, args, experts=8))
     for layout in found:
-        check_degrees(with_layout(config, layout), 8)
+        check_world_size(JobContext(with_layout(config, layout), 8))
     missing = next(layout for layout in found if layout["tp"] == 2) | {"ep": 8}
     with pytest.raises(UsageError, match="expert_parallel_degree 8 × expert_tensor_parallel_degree 2"):
-        check_degrees(with_layout(config, missing), 8)
+        check_world_size(JobContext(with_layout(config, missing), 8))
     assert degrees(job_layout(config, 8))["ep"] == 4
-    check_degrees(job_layout(config, 8), 8)
+    check_world_size(JobContext(job_layout(config, 8), 8))
 
 
 def truncated_job(model: str, pp: int) -> Any:

@@ -20,9 +20,9 @@ from torchtitan_npu.components.replay.record_files import write_header
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight import job_context
-from torchtitan_npu.preflight.checkpoint import check_checkpoint
+from torchtitan_npu.preflight import compile as compile_checks
 from torchtitan_npu.preflight.job import JobContext, check_job, check_start
+from torchtitan_npu.preflight.titan_sections import check_checkpoint
 
 torchtitan_npu.register()
 
@@ -527,7 +527,7 @@ def test_documents_need_a_tokenizer_that_ends_them(monkeypatch: pytest.MonkeyPat
 def test_matmul_sharding_with_a_torch_that_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"npu__matmul_sharding": True, "parallelism__tensor_parallel_degree": 2}
     check_job(job(**options), world_size=2)
-    monkeypatch.setattr(job_context, "has_single_dim_strategy", lambda op: True)
+    monkeypatch.setattr(compile_checks, "has_single_dim_strategy", lambda op: True)
     with pytest.raises(UsageError, match=r"npu\.matmul_sharding must be false: .* for aten\.matmul\.default"):
         check_job(job(**options), world_size=2)
 

@@ -6,12 +6,14 @@ import torch
 from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu import platform
+from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.job_config import compiles_blocks
 from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.errors import UsageError, did_you_mean
-from torchtitan_npu.preflight.check_helpers import check_adapted, check_not_on_cpu
-from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.preflight.job_context import JobContext, check_adapted, check_not_on_cpu, first_set
+from torchtitan_npu.torch_internals.dtensor import has_single_dim_strategy
 from torchtitan_npu.torch_internals.inductor import check_options
 
 
@@ -44,9 +46,8 @@ def check_compile(job: JobContext) -> None:
             "model" not in config.compile.components
         ),
     }
-    for option, is_set in excluded.items():
-        if is_set:
-            raise UsageError(f"{key} cannot be combined with {option}; {remedy}")
+    if option := first_set(excluded):
+        raise UsageError(f"{key} cannot be combined with {option}; {remedy}")
     check_adapted(job, key, f"; {remedy}")
     if config.npu.bypass_codegen != "off":
         check_options()
@@ -74,9 +75,8 @@ def check_device_graphs(job: JobContext) -> None:
             job.attention != "sdpa"
         ),
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UsageError(f"npu.device_graphs cannot be combined with {reason}")
+    if reason := first_set(reasons):
+        raise UsageError(f"npu.device_graphs cannot be combined with {reason}")
 
 
 def check_device_graph_model(job: JobContext) -> None:
@@ -93,13 +93,13 @@ def check_device_graph_model(job: JobContext) -> None:
 
 def check_npu(job: JobContext) -> None:
     """Check the keys for graph passes and matrix products. Other sections check the keys that concern them."""
-    npu, known = job.config.npu, job.graph_pass_names
+    npu = job.config.npu
     if npu.graph_passes and not job.config.compile.enable:
         raise UsageError("npu.graph_passes needs compile.enable = true")
     for name in npu.graph_passes:
-        if name not in known:
+        if name not in PASSES:
             raise UsageError(
-                f"npu.graph_passes: no pass {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
+                f"npu.graph_passes: no pass {name!r}{did_you_mean(name, PASSES)}; there are {', '.join(PASSES)}"
             )
     if npu.loss_chunk_tokens:
         check_adapted(job, "npu.loss_chunk_tokens")
@@ -114,5 +114,6 @@ def check_npu(job: JobContext) -> None:
             raise UsageError(f'npu.{key} is for the pass "sequence_parallel", which npu.graph_passes does not list')
     if npu.moe_combine_dtype != defaults.moe_combine_dtype and "npu_permute" not in job.config.model.converters:
         raise UsageError("npu.moe_combine_dtype is for the converter npu_permute, which model.converters does not list")
-    if npu.matmul_sharding and job.dims.tp_enabled and (ops := job.unshardable_matmuls):
-        raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {ops[0]}")
+    for op in matmul_sharding.OPS if npu.matmul_sharding and job.dims.tp_enabled else ():
+        if has_single_dim_strategy(op):  # torch prefers it to this package's
+            raise UsageError(f"npu.matmul_sharding must be false: this torch has its own single-dim strategy for {op}")

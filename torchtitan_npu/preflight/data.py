@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
 from torchtitan_npu import platform
+from torchtitan_npu.components import corpus
+from torchtitan_npu.components.user_data.build import build_rows
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.data import USER_DATASETS, Data
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import check_data_workers
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.check_helpers import check_adapted, check_not_on_cpu
-from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.preflight.job_context import JobContext, check_adapted, check_not_on_cpu
 
 
 def check_training(job: JobContext) -> None:
@@ -69,8 +72,10 @@ def _check_nonfinite_steps(config: JobConfig) -> None:
 
 
 def _check_dataset(job: JobContext, name: str, section: Any) -> None:
-    check_known(f"{name}.dataset", section.dataset.lower(), job.datasets)
-    job.check_dataset_path(name, section)
+    check_known(f"{name}.dataset", section.dataset.lower(), DATASETS)
+    loads_texts = DATASETS[section.dataset.lower()].loader in (corpus.load_texts, corpus.stream_texts)
+    if section.dataset_path and loads_texts:
+        corpus.text_files(section.dataset_path, f"{name}.dataset_path")  # raises if it is not readable
     if job.config.npu.layout_independent_data:
         check_data_workers(name, section)
 
@@ -81,8 +86,8 @@ def check_dataset_files(job: JobContext) -> None:
     for name, section in sections.items():
         used = job.is_adapted and (name == "training" or job.config.validation.enable)
         if used and section.dataset.lower() in USER_DATASETS:
-            job.check_user_data(name)
-        path = section.dataset_path or job.datasets["c4_test"].path
+            build_rows(name, job.tokenizer, job.config, infinite=True)  # raises if it cannot be read
+        path = section.dataset_path or DATASETS["c4_test"].path
         if used and section.dataset.lower() == "c4_test" and not os.path.exists(path):
             raise UsageError(
                 f"{name}.dataset 'c4_test' reads {path}, which exists in TorchTitan's checkout only: set "

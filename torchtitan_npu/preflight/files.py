@@ -97,47 +97,37 @@ def check_source(job: JobContext, source: CheckpointSource, key: str) -> None:
             return
         reason = file_error(error) if isinstance(error, OSError) else error
         raise UsageError(f"{key}: {reason}") from error
-    wanted = _wanted(job, source)
-    for name, tensor in wanted.items():
-        if name not in stored and not (job.ties_weights and name in ("output.weight", "lm_head.weight")):
-            raise UsageError(f"{source.path} has no {name}: it is not of {_model(job)}")
+    expected, model = _expected(job, source), f"{job.config.model.name} {job.config.model.flavor}"
+    for name, tensor in expected.items():
         if name not in stored:
-            continue
+            if job.ties_weights and name in ("output.weight", "lm_head.weight"):
+                continue
+            raise UsageError(f"{source.path} has no {name}: it is not of {model}")
         shape = stored[name]
         if checkpoint.initial_load_in_hf_quantized and name.endswith("_blocks"):
-            shape = _shape_of_mxfp4(shape)
+            *rows, groups, size = shape  # MXFP4: two numbers in a byte
+            shape = (*rows, groups * size * 2)
         if shape != tuple(tensor.shape):
             raise UsageError(
-                f"{name} is {shape} in {source.path} and {tuple(tensor.shape)} in {_model(job)}: "
+                f"{name} is {shape} in {source.path} and {tuple(tensor.shape)} in {model}: "
                 "the checkpoint is of another model"
             )
     if source.in_hugging_face_format:
-        unused = unused_weights(stored, wanted, job.ties_weights)
+        unused = unused_weights(stored, expected, job.ties_weights)
     else:
-        unused = sorted(name for name in stored if name not in wanted and not name.startswith(STATES))
+        unused = sorted(name for name in stored if name not in expected and not name.startswith(STATES))
     if unused:
-        others = f" and {len(unused) - 1} more tensors" if len(unused) > 1 else ""
-        raise UsageError(f"{source.path} has {unused[0]}{others} that {_model(job)} lacks: it is of another model")
+        more = f" and {len(unused) - 1} more tensors" if len(unused) > 1 else ""
+        raise UsageError(f"{source.path} has {unused[0]}{more} that {model} lacks: it is of another model")
 
 
-def _wanted(job: JobContext, source: CheckpointSource) -> dict[str, Tensor]:
+def _expected(job: JobContext, source: CheckpointSource) -> dict[str, Tensor]:
     """Return the model's tensors on the meta device, by their names in the format of ``source``."""
     tensors = job.model.state_dict()
     if not source.in_hugging_face_format:
         return tensors
     adapter = job.train_spec.state_dict_adapter
     if adapter is None:
-        raise UsageError(
-            f"checkpoint.initial_load_in_hf: {_model(job)} has no state-dict adapter for Hugging Face's format"
-        )
+        model = f"{job.config.model.name} {job.config.model.flavor}"
+        raise UsageError(f"checkpoint.initial_load_in_hf: {model} has no state-dict adapter for Hugging Face's format")
     return adapter(job.model_args, None).to_hf(tensors)
-
-
-def _shape_of_mxfp4(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a weight that is stored as ``(*rows, groups, bytes)``, with two numbers in a byte."""
-    *rows, groups, size = blocks
-    return (*rows, groups * size * 2)
-
-
-def _model(job: JobContext) -> str:
-    return f"{job.config.model.name} {job.config.model.flavor}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from types import TracebackType
 
 from torchtitan_npu import platform
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.titan_internals.converter_registry import build_converter, is_of_torchtitan, known_converters
+from torchtitan_npu.train_specs.registry import known_models
 
 TOKENIZER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 """What TorchTitan's tokenizer raises for files that are damaged or not what their names say. The library tokenizers,
@@ -18,10 +19,10 @@ written in Rust, raises ``Exception`` itself, no subclass, for a damaged ``token
 
 def check_model(job: JobContext) -> None:
     model = job.config.model
-    check_known("model.name", model.name, job.model_names)
+    check_known("model.name", model.name, known_models(model.name))
     check_known("model.flavor", model.flavor, job.train_spec.model_args)
     for name, times in Counter(model.converters).items():
-        check_known("model.converters:", name, job.converter_names)
+        check_known("model.converters:", name, known_converters())
         if times > 1:
             raise UsageError(f"model.converters lists {name!r} {times} times; list it once")
 
@@ -46,33 +47,18 @@ def check_model_options(job: JobContext) -> None:
         job.flavor_args.check_job(job.config)
 
 
-class _DamagedTokenizer:
-    """Raise a :class:`UsageError` for what a damaged tokenizer raises, and let every other error pass.
-
-    No ``except`` clause can name ``Exception`` without its subclasses, which is what the library raises.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is Exception or isinstance(error, TOKENIZER_ERRORS):
-            reason = str(error).partition("\n")[0]
-            raise UsageError(f"model.hf_assets_path {self.path}: the tokenizer cannot be loaded: {reason}") from error
-
-
 def check_tokenizer(job: JobContext) -> None:
     """Raise if the tokenizer cannot be loaded, or has tokens for which the model has no embedding."""
     path = job.config.model.hf_assets_path
     if not os.path.exists(path):  # the parser has refused it; a configuration made in Python may have no tokenizer
         return
-    with _DamagedTokenizer(path):
+    try:
         tokenizer = job.tokenizer
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, TOKENIZER_ERRORS):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"model.hf_assets_path {path}: the tokenizer cannot be loaded: {reason}") from error
     size = getattr(job.model_args, "vocab_size", None)
     if tokenizer is not None and size is not None and (tokens := tokenizer.get_vocab_size()) > size:
         raise UsageError(
@@ -86,9 +72,9 @@ def check_converters(job: JobContext) -> None:
     for converter in job.converters:
         converter.check_job()
     if platform.job_backend() == platform.backend():  # they ask this machine for its devices
-        for name in job.titan_converter_names:
+        for name in filter(is_of_torchtitan, job.config.model.converters):
             try:
-                job.build_converter(name)
+                build_converter(name, job.config, job.dims)
             except (AssertionError, ImportError, ValueError) as error:
                 raise UsageError(f"model.converters: {name}: {error}") from error
 

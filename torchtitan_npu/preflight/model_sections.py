@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchtitan_npu.components.dataloader import build_text_dataloader
+from torchtitan_npu.components.replay.record_files import header_difference, naming_the_option, read_header
 from torchtitan_npu.config.model_sections import Mxfp8
+from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.check_helpers import check_adapted, takes_section
 from torchtitan_npu.preflight.files import check_writable
-from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.preflight.job_context import JobContext, check_adapted, takes_section
 
 
 def check_dsa(job: JobContext) -> None:
@@ -19,7 +21,8 @@ def check_dsa(job: JobContext) -> None:
         raise UsageError('dsa.indexer_loss must be true with dsa.stage = "warmup", which trains only the indexers')
     if dsa.stage == "warmup" and job.dims.pp_enabled:
         _check_every_stage_has_indexers(job)
-    if dsa.document_mask and (context := job.context_parallel_without_masks):
+    context = job.context_parallel_class if dsa.document_mask and job.dims.cp_enabled else None
+    if context is not None and context.masks is ContextParallel.masks:
         raise UsageError(
             f"dsa.document_mask must be false: npu.context_parallel {context.__name__} takes no attention masks"
         )
@@ -29,15 +32,11 @@ def check_dsa(job: JobContext) -> None:
 
 def _check_every_stage_has_indexers(job: JobContext) -> None:
     """Raise if a pipeline stage has no layer with an indexer, and so nothing to train."""
-    stages = job.pipeline_stages
+    stages, key = job.pipeline_stages, "parallelism.pipeline_parallel"
     trained = {f"layers.{number}" for number in range(job.n_layers) if job.flavor_args.has_indexer(number)}
+    remedy = f"set {key}_first_stage_less_layers = 0 and {key}_last_stage_less_layers = 0, or use fewer stages"
     if job.config.parallelism.module_fqns_per_model_part is not None:
         remedy = "list a layer for it in parallelism.module_fqns_per_model_part"
-    else:
-        remedy = (
-            "set parallelism.pipeline_parallel_first_stage_less_layers = 0 and "
-            "parallelism.pipeline_parallel_last_stage_less_layers = 0, or use fewer stages"
-        )
     for number, modules in enumerate(stages, 1):
         if not trained.intersection(modules):
             raise UsageError(
@@ -82,7 +81,7 @@ def check_replay(job: JobContext) -> None:
     if options.record and options.replay:
         raise UsageError("replay.record and replay.replay are both set; set one of them")
     check_adapted(job, key)
-    if not job.reads_text:
+    if job.train_spec.build_dataloader_fn is not build_text_dataloader:
         raise UsageError(
             f"{key} needs a model of text: a record finds a sequence by its tokens, and those of model.name "
             f"{config.model.name!r} are not all of its input"
@@ -94,7 +93,7 @@ def check_replay(job: JobContext) -> None:
 
 
 def check_replay_layers(job: JobContext) -> None:
-    """Raise if the model makes no choices, or layers make them in a way that cannot be recorded."""
+    """Raise if the model has no routing decisions, or they cannot be recorded."""
     if job.config.replay.is_used and not job.replay_header["choices"]:
         model = job.config.model
         raise UsageError(
@@ -108,5 +107,8 @@ def check_replay_files(job: JobContext) -> None:
     options = job.config.replay
     if options.record:
         check_writable("replay.record", Path(options.record))
-    if options.replay and (difference := job.replay_difference):
-        raise UsageError(f"replay.replay {options.replay!r}: {difference}")
+    if options.replay:
+        with naming_the_option():
+            difference = header_difference(read_header(Path(options.replay)), job.replay_header)
+        if difference:
+            raise UsageError(f"replay.replay {options.replay!r}: {difference}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torchtitan.models.moe.moe import MoE
 
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.titan_sections import PARALLELISM
+from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job_context import JobContext
 
@@ -16,23 +16,16 @@ SPLIT_ROWS = {"w1", "w3", "mlp1_weight", "mlp1_bias"}
 """Expert weights whose rows TorchTitan's expert tensor parallel splits. The others keep all their rows."""
 
 
-def check_degrees(config: Any, world_size: int) -> None:
-    """Raise unless the degrees of ``config.parallelism`` divide ``world_size`` ranks."""
-    p = config.parallelism
-    degrees = {
-        name: getattr(p, name)
-        for name in (
-            "data_parallel_replicate_degree",
-            "data_parallel_shard_degree",
-            "context_parallel_degree",
-            "tensor_parallel_degree",
-            "pipeline_parallel_degree",
-        )
-    }
+def check_world_size(job: JobContext) -> None:
+    """Raise unless the degrees of ``[parallelism]`` divide the ranks."""
+    p, world_size = job.config.parallelism, job.world_size
+    splitting = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+    splitting += ("tensor_parallel", "pipeline_parallel")
+    degrees = {f"{name}_degree": getattr(p, f"{name}_degree") for name in splitting}
     ep, etp, tp = p.expert_parallel_degree, p.expert_tensor_parallel_degree, p.tensor_parallel_degree
-    any_shard_degree = p.data_parallel_shard_degree == -1
     for name, degree in {**degrees, "expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}.items():
         PARALLELISM[name].check(f"parallelism.{name}", degree)
+    any_shard_degree = p.data_parallel_shard_degree == -1
     fixed = {name: degree for name, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     if world_size % product if any_shard_degree else world_size != product:
@@ -53,10 +46,6 @@ def check_degrees(config: Any, world_size: int) -> None:
             f"parallelism.expert_parallel_degree {ep} × expert_tensor_parallel_degree {etp} does not divide the "
             f"{ranks} ranks of a pipeline stage and replica"
         )
-
-
-def check_world_size(job: JobContext) -> None:
-    check_degrees(job.config, job.world_size)
 
 
 def check_model_divides(job: JobContext) -> None:
@@ -117,7 +106,7 @@ def check_context_parallel(job: JobContext) -> None:
 
 def _check_context_parallel_class(job: JobContext) -> None:
     """Raise unless ``npu.context_parallel`` names a class that defines how attention communicates."""
-    key, base = f"npu.context_parallel {job.config.npu.context_parallel!r}", job.context_parallel_base
+    key, base = f"npu.context_parallel {job.config.npu.context_parallel!r}", ContextParallel
     try:
         cls = job.context_parallel_class
     except (ImportError, AttributeError, ValueError) as error:

@@ -13,8 +13,7 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan_npu.config.job_config import JobConfig, compiles_blocks
 from torchtitan_npu.config.pipeline import pipeline_stages, schedule_class, split_backward
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.preflight.check_helpers import check_adapted, check_not_on_cpu
-from torchtitan_npu.preflight.job_context import JobContext
+from torchtitan_npu.preflight.job_context import JobContext, check_adapted, check_not_on_cpu
 
 
 def check_pipeline(job: JobContext) -> None:
