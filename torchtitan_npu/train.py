@@ -35,7 +35,7 @@ from torchtitan_npu.components.job_control.process import end_with_torchrun  # n
 from torchtitan_npu.components.job_control.rank_monitor import RankMonitor, start_monitor  # noqa: E402
 from torchtitan_npu.components.nonfinite.checked_steps import NonfiniteStop  # noqa: E402
 from torchtitan_npu.config.job_config import JobConfig  # noqa: E402
-from torchtitan_npu.config.parser import JobConfigManager, import_module  # noqa: E402
+from torchtitan_npu.config.parser import load_job  # noqa: E402
 from torchtitan_npu.log import log_on_first_rank  # noqa: E402
 from torchtitan_npu.preflight.files import check_checkpoint_files  # noqa: E402
 from torchtitan_npu.preflight.job import check_job, check_start  # noqa: E402
@@ -51,9 +51,7 @@ the group."""
 def main() -> None:
     init_logger()
     try:
-        config = JobConfigManager().parse_args()
-        if config.experimental.custom_import:  # before the checks: it may register models and converters
-            import_module("experimental.custom_import", config.experimental.custom_import)
+        config = load_job()
         job = check_job(config, world_size(config.comm.mode))
         check_start(job)
         if IS_LOCAL_RANK_0 and config.comm.mode == "default":

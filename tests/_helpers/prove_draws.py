@@ -13,7 +13,7 @@ from typing import Any
 
 from tests._helpers import multirank
 from torchtitan_npu.cli.prove import main
-from torchtitan_npu.prover.ranks import RankError, RankTimeout
+from torchtitan_npu.prover.training import RankError, RankTimeout
 
 
 def prove(argv: list[str]) -> int:
@@ -21,7 +21,7 @@ def prove(argv: list[str]) -> int:
 
 
 def run_on_ranks(world_size: int, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Do the same as :func:`torchtitan_npu.prover.ranks.run_on_ranks`, in the workers of the tests."""
+    """Do the same as :func:`torchtitan_npu.prover.training.run_on_ranks`, in the workers of the tests."""
     try:
         return multirank.run_on_ranks(world_size, _call, function, args, timeout=timeout_s, process_group=False)
     except multirank.RankTimeout as error:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-import torchtitan_npu.prover.tiny_flavors  # noqa: F401
+import torchtitan_npu.prover.tiny_models  # noqa: F401
 from torchtitan_npu.errors import UsageError
 
 FACTOR = 1 + 1e-5

@@ -27,8 +27,7 @@ from torchtitan_npu.cli.compare.comparison import (
     Tolerance,
     compare,
 )
-from torchtitan_npu.cli.compare.plot import DPI, WIDTH
-from torchtitan_npu.cli.compare.report import REPORT_FILES, summary_lines, write_report
+from torchtitan_npu.cli.compare.report import DPI, REPORT_FILES, WIDTH, summary_lines, write_report
 from torchtitan_npu.cli.compare.sources import (
     Curve,
     InputError,

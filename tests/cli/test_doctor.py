@@ -18,7 +18,7 @@ import pytest
 from torchtitan_npu.cann import version_numbers
 from torchtitan_npu.cli.doctor import command, host, versions
 from torchtitan_npu.cli.doctor.devices import memory_of
-from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
+from torchtitan_npu.cli.doctor.environment import find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED
 from torchtitan_npu.cli.doctor.versions import check_imports, error_in

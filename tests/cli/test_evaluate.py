@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests._helpers.hugging_face_pairs import EXPORTED, exported
-from torchtitan_npu.cli.evaluate.command import main
-from torchtitan_npu.cli.evaluate.scoring import windows
+from torchtitan_npu.cli.evaluate import main
+from torchtitan_npu.cli.inference.scoring import windows
 from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.errors import UsageError
 
@@ -119,9 +119,9 @@ def test_a_task_of_the_harness(checkpoint: Path, tmp_path: Path, monkeypatch: py
 def test_the_harness_interface(checkpoint: Path) -> None:
     from lm_eval.api.instance import Instance
 
-    from torchtitan_npu.cli.evaluate.harness import HarnessModel
-    from torchtitan_npu.cli.generate.generation import Sampling, generate
-    from torchtitan_npu.cli.generate.loading import load_model, read_config
+    from torchtitan_npu.cli.inference.generation import Sampling, generate
+    from torchtitan_npu.cli.inference.harness import HarnessModel
+    from torchtitan_npu.cli.inference.loading import load_model, read_config
 
     model = load_model(
         read_config(*[str(checkpoint / "job.toml"), ["--model.hf_assets_path", TOKENIZER]]), checkpoint / "hf"

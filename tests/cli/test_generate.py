@@ -11,10 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests._helpers.hugging_face_pairs import EXPORTED, POSITIONS, exported
-from torchtitan_npu.cli.generate.benchmark import Refused, check_forwards, check_tokens
-from torchtitan_npu.cli.generate.command import main
-from torchtitan_npu.cli.generate.generation import Generated, Sampling, generate
-from torchtitan_npu.cli.generate.loading import InferenceModel, for_inference, load_model
+from torchtitan_npu.cli.generate import main
+from torchtitan_npu.cli.inference.generation import (
+    Generated,
+    InvalidBenchmark,
+    Sampling,
+    check_forwards,
+    check_tokens,
+    generate,
+)
+from torchtitan_npu.cli.inference.loading import InferenceModel, for_inference, load_model
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
 
@@ -152,13 +158,13 @@ def test_only_logits_of_the_last_token_are_computed(llama: InferenceModel) -> No
 def test_a_benchmark_counts_only_generated_tokens(llama: InferenceModel) -> None:
     check_forwards([14, 1, 1], 14, 3, tp=1)
     check_forwards([14, 2, 2], 13, 3, tp=2)
-    with pytest.raises(Refused, match="one by one"):
+    with pytest.raises(InvalidBenchmark, match="one by one"):
         check_forwards([14, 2], 14, 3, tp=1)  # two tokens at once
     text = generate(llama, prompts(), GREEDY)
     check_tokens(llama, prompts(), text)
     changed = [list(row) for row in text.tokens]
     changed[1][6] = (changed[1][6] + 1) % VOCABULARY
-    with pytest.raises(Refused, match="token 7 of a row"):
+    with pytest.raises(InvalidBenchmark, match="token 7 of a row"):
         check_tokens(llama, prompts(), Generated(changed))
 
 

@@ -12,8 +12,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from tests._helpers.layouts import DEGREES
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.random_weights import random_model
-from torchtitan_npu.cli.generate.generation import Sampling, generate
-from torchtitan_npu.cli.generate.loading import load_model
+from torchtitan_npu.cli.inference.generation import Sampling, generate
+from torchtitan_npu.cli.inference.loading import load_model
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.prover import tiny_models

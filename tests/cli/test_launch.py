@@ -20,7 +20,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests._helpers.nodes import free_port
-from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
+from torchtitan_npu.cli.doctor.environment import find_conflicts
 from torchtitan_npu.cli.launch import environment_profile as profile
 from torchtitan_npu.cli.launch.failure_report import (
     KILLED_AFTER,

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from torchtitan_npu.cli import network_interfaces
+from torchtitan_npu.cli.doctor import environment as network_interfaces
+from torchtitan_npu.cli.doctor.environment import addresses, hccl_choice, interface_towards
 from torchtitan_npu.cli.doctor.host import check_interfaces
 from torchtitan_npu.cli.launch import command
-from torchtitan_npu.cli.network_interfaces import addresses, hccl_choice, interface_towards
 
 SEVERAL = {"docker0": "172.17.0.1", "enp1": "10.0.0.2", "bond0": "192.168.7.2"}
 

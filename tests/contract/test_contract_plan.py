@@ -14,7 +14,7 @@ from torchtitan_npu.config.shipped_files import train_configs
 def test_dry_run_with_torch_npu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchtitan_npu.cli.plan import command
+    from torchtitan_npu.cli import plan as command
 
     add_flavor("llama3", "two_layers", {"n_layers": 2})
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)

@@ -13,8 +13,8 @@ from tests._helpers import layouts
 from tests._helpers.deepseek_v32_training import CONVERTERS
 from tests._helpers.random_weights import random_model
 from tests.emulator.training_jobs import DSA
-from torchtitan_npu.cli.generate.generation import Sampling, generate
-from torchtitan_npu.cli.generate.loading import load_model
+from torchtitan_npu.cli.inference.generation import Sampling, generate
+from torchtitan_npu.cli.inference.loading import load_model
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.shipped_files import shipped
 

@@ -17,7 +17,7 @@ from torchtitan.models.llama3.model.model import FeedForward
 
 from tests._helpers.layouts import add_flavor
 from torchtitan_npu import platform, progress
-from torchtitan_npu.cli.plan import command
+from torchtitan_npu.cli import plan as command
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.planner import BelowSubclasses, search

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests._helpers.layouts import add_flavor
-from torchtitan_npu.cli.plan import command
+from torchtitan_npu.cli import plan as command
 from torchtitan_npu.config.parser import JobConfigManager
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError

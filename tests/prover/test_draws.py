@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from itertools import islice
 
-from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, fits, pairs, ranks_of, shrink, simpler
+from torchtitan_npu.prover.draws import VALUES, Draw, DrawnModel, Draws, fits, pairs, ranks_of, shrink, simpler
 
 MODELS = [
-    Model("dense", has_experts=False, has_documents=True),
-    Model("experts", has_experts=True, has_documents=False),
+    DrawnModel("dense", has_experts=False, has_documents=True),
+    DrawnModel("experts", has_experts=True, has_documents=False),
 ]
 
 
@@ -32,7 +32,7 @@ def test_draws_fit_the_ranks_and_divide() -> None:
 
 
 def test_sequences_hold_the_data_of_the_model() -> None:
-    model = Model("pictures", has_experts=False, has_documents=False, shortest=48)
+    model = DrawnModel("pictures", has_experts=False, has_documents=False, shortest=48)
     draws = list(islice(Draws([model], 2, 0), 10))
     assert {draw["length"] for draw in draws} == {48, 64}
     assert all(one["length"] >= 48 for draw in draws for one in simpler(draw, model))

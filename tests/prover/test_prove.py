@@ -12,13 +12,12 @@ import tomli_w
 from tests._helpers import prove_draws
 from tests._helpers.prove_draws import run_on_ranks
 from torchtitan_npu.cli.main import main
-from torchtitan_npu.prover.draws import VALUES, Draw, Draws, Model, applicable
+from torchtitan_npu.prover.draws import VALUES, Draw, DrawnModel, Draws, applicable
 from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects
-from torchtitan_npu.prover.proof import Outcome, Prover
-from torchtitan_npu.prover.ranks import RankTimeout
-from torchtitan_npu.prover.results import Results, identity
+from torchtitan_npu.prover.proof import Outcome, Prover, Results, identity
+from torchtitan_npu.prover.training import RankTimeout
 
-QWEN3 = Model("qwen3", has_experts=False, has_documents=True)
+QWEN3 = DrawnModel("qwen3", has_experts=False, has_documents=True)
 CI = ["--models", "llama3", "qwen3_moe", "--ranks", "2", "--seed", "1"]
 
 

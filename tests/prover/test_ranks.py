@@ -9,7 +9,7 @@ import pytest
 
 from tests._helpers import multirank
 from torchtitan_npu.errors import UsageError
-from torchtitan_npu.prover.ranks import RankError, RankTimeout, run_on_ranks
+from torchtitan_npu.prover.training import RankError, RankTimeout, run_on_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +41,7 @@ def test_results_are_in_rank_order() -> None:
 
 
 def test_the_traceback_of_a_rank_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_npu.prover.ranks.GRACE_S", 0.1)
+    monkeypatch.setattr("torchtitan_npu.prover.training.GRACE_S", 0.1)
     with pytest.raises(RankError, match=r"(?s)\Arank 1 of 2: .*raise_on_the_last_rank.*UsageError: the remote cause\Z"):
         run_on_ranks(2, 60, raise_on_the_last_rank)
 

@@ -17,12 +17,12 @@ EXIT_OUTPUT_CLOSED = 141
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Report an invalid argument in one line, without the usage text."""
+    """Report an invalid argument in one line, without the usage text. Show the description as it is written."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.actions: list[argparse.Action] = []
         """What was added. argparse itself does not tell."""
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
 
     def _add_action(self, action: Any) -> Any:
         self.actions.append(action)
@@ -42,7 +42,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def checkpoint_parser(prog: str, description: str | None) -> OneLineParser:
     """Return a parser with the job and the checkpoint of a command that runs a trained model."""
-    parser = OneLineParser(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog, description=description)
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument(
         "--checkpoint", required=True, type=Path, help="folder of a job's checkpoint, or of Hugging Face"

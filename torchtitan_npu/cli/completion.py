@@ -8,7 +8,6 @@ Exit code 0: printed. 2: invalid arguments.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from torchtitan_npu.cli.main import COMMANDS, command_module
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "torchtitan-npu completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("torchtitan-npu completion", description=__doc__)
     parser.add_argument("shell", nargs="?", choices=("bash", "zsh"), default="bash", help="default: %(default)s")
     return parser
 

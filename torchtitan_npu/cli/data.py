@@ -29,9 +29,7 @@ SHOWN_CHARACTERS = 300
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "torchtitan-npu data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("torchtitan-npu data", description=__doc__)
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument("--show", type=int, default=3, metavar="N", help="number of rows (default: %(default)s)")
     parser.add_argument("--validation", action="store_true", help="show the validation data")
@@ -56,7 +54,7 @@ def main(argv: list[str]) -> int:
 def show_rows(args: argparse.Namespace, options: list[str]) -> int:
     """Print the first rows. Return 1 if there are fewer than asked for."""
     import torchtitan_npu.trainer  # noqa: F401 - registers the models
-    from torchtitan_npu.config.parser import JobConfigManager, import_module
+    from torchtitan_npu.config.parser import load_job
     from torchtitan_npu.config.value_table import check_values
     from torchtitan_npu.preflight.data import check_data, check_dataset_files
     from torchtitan_npu.preflight.job_context import JobContext
@@ -64,9 +62,7 @@ def show_rows(args: argparse.Namespace, options: list[str]) -> int:
 
     if args.show < 1:
         raise UsageError(f"--show {args.show}: must be at least 1")
-    config = JobConfigManager().parse_args(["--job.config_file", args.config, *options])
-    if config.experimental.custom_import:
-        import_module("experimental.custom_import", config.experimental.custom_import)
+    config = load_job(["--job.config_file", args.config, *options])
     config.validation.enable = args.validation
     check_values(config)
     job = JobContext(config, world_size=1)

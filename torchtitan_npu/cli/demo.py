@@ -7,7 +7,6 @@ Exit code 0: within tolerance, 1: not, or a training failed, 2: invalid input.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from torchtitan_npu.cli.arguments import OneLineParser
@@ -21,9 +20,7 @@ CONVERTERS = "npu_rms_norm,npu_rope,npu_gating,npu_permute,npu_gmm,npu_dsa"
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "torchtitan-npu demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("torchtitan-npu demo", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="the model (default %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/demo"), help="folder of the report (default %(default)s)"

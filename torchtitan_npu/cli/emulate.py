@@ -74,7 +74,6 @@ def build_parser() -> OneLineParser:
         "torchtitan-npu emulate",
         usage="torchtitan-npu emulate [options] -- COMMAND ...",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--chip", default=Machine.chip, help="the emulated chip (default: %(default)s)")

@@ -5,7 +5,6 @@ torchtitan-npu list configs|models|converters|operators (or ops)
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 
 from torchtitan_npu.cli.arguments import OneLineParser
@@ -65,9 +64,7 @@ LISTS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "torchtitan-npu list", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("torchtitan-npu list", description=__doc__)
     parser.add_argument("what", choices=tuple(LISTS))
     return parser
 

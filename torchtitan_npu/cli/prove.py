@@ -55,7 +55,7 @@ PROG = "torchtitan-npu prove"
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(PROG, description=__doc__)
     parser.add_argument("--config", help="the job's TOML file (default: this package's models)")
     parser.add_argument("--flavor", help="with --config: another flavor of the model, small enough for CPU ranks")
     parser.add_argument("--models", nargs="+", help="without --config: some of this package's models (default: all)")
@@ -100,7 +100,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run the command. ``run_on_ranks`` replaces :func:`torchtitan_npu.prover.ranks.run_on_ranks`."""
+    """Run the command. ``run_on_ranks`` replaces :func:`torchtitan_npu.prover.training.run_on_ranks`."""
     args = parse_args(argv)
     from torchtitan_npu import platform
 
@@ -118,22 +118,17 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 
 
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:
-    from torchtitan_npu.config.allowed import check_known
-    from torchtitan_npu.prover import ranks
+    from torchtitan_npu.prover import training
     from torchtitan_npu.prover.draws import Draws, describe, ranks_of
     from torchtitan_npu.prover.job import own_subject, tiny_subjects
-    from torchtitan_npu.prover.proof import Prover
-    from torchtitan_npu.prover.results import Results, count_by_status, identity, summary
-    from torchtitan_npu.prover.tiny_models import TINY
+    from torchtitan_npu.prover.proof import Prover, Results, count_by_status, identity, summary
 
     if args.table:
         results = Results.load(args.json)
         print(f"{summary(results.draws.values(), results.run['ranks'])}\n\n{results.caption()}")
         return 0
-    for name in args.models or ():
-        check_known("--models", name, TINY)
-    subjects = [own_subject(args.config, args.flavor)] if args.config else tiny_subjects(args.models or TINY)
-    prover = Prover(subjects, folder, run_on_ranks or ranks.run_on_ranks)
+    subjects = [own_subject(args.config, args.flavor)] if args.config else tiny_subjects(args.models)
+    prover = Prover(subjects, folder, run_on_ranks or training.run_on_ranks)
     results = Results(
         args.json, identity(args.config, args.flavor, args.models, args.ranks, args.seed, args.converters)
     )

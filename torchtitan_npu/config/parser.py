@@ -61,6 +61,14 @@ class JobConfigManager(ConfigManager):
         return config
 
 
+def load_job(args: list[str] | None = None) -> JobConfig:
+    """Parse a job, and import the module that may register its models and converters."""
+    config = JobConfigManager().parse_args(args)
+    if config.experimental.custom_import:
+        import_module("experimental.custom_import", config.experimental.custom_import)
+    return config
+
+
 def import_module(key: str, name: str) -> types.ModuleType:
     """Import the module that the job names under ``key``."""
     MODULE.check(key, name)

@@ -61,7 +61,7 @@ ATTEMPTS = 40
 
 
 @dataclass(frozen=True)
-class Model:
+class DrawnModel:
     """A model that can be drawn, and the values that apply to it."""
 
     name: str
@@ -79,7 +79,7 @@ class Draws:
     its parts it has a number, ``subset``, from which "some" converters are selected. So they stay when it is shrunk.
     """
 
-    def __init__(self, models: Sequence[Model], ranks: int, seed: int) -> None:
+    def __init__(self, models: Sequence[DrawnModel], ranks: int, seed: int) -> None:
         self.models, self.ranks, self.random = models, ranks, random.Random(seed)
         self.layouts = {has_experts: list(layouts(ranks, has_experts)) for has_experts in (False, True)}
         self.seen: Counter[Pair] = Counter()
@@ -117,7 +117,7 @@ def layouts(ranks: int, has_experts: bool) -> Iterator[dict[str, int]]:
                 yield {**found, "ep": ep, "etp": etp}
 
 
-def applicable(draw: Draw, model: Model) -> Draw:
+def applicable(draw: Draw, model: DrawnModel) -> Draw:
     """Return ``draw`` with ``None`` for every part that has no effect."""
     pipelined, data_ranks = draw["pp"] > 1, draw["shard"] * draw["cp"]
     excluded = {
@@ -132,7 +132,7 @@ def applicable(draw: Draw, model: Model) -> Draw:
     return {part: None if excluded.get(part) else value for part, value in draw.items()}
 
 
-def fits(draw: Draw, model: Model) -> bool:
+def fits(draw: Draw, model: DrawnModel) -> bool:
     """Return whether the sequence holds the data and can be split, as the batch. The job's checks find other limits."""
     if draw["length"] < model.shortest:
         return False
@@ -143,7 +143,7 @@ def fits(draw: Draw, model: Model) -> bool:
     return draw["pp"] == 1 or (local % draw["microbatch"] == 0 and local // draw["microbatch"] >= draw["pp"])
 
 
-def on_one_rank(model: Model, converters: str) -> Draw:
+def on_one_rank(model: DrawnModel, converters: str) -> Draw:
     """Return the simplest draw of ``model`` with these converters, ``"all"`` or a name, on the longest sequences."""
     simplest = {part: values[0] for part, values in VALUES.items()}
     sizes = {"length": VALUES["length"][-1], "converters": converters, "subset": 0}
@@ -166,7 +166,7 @@ def pairs(draw: Draw) -> Iterable[Pair]:
 
 
 def shrink(
-    draw: Draw, model: Model, still_fails: Callable[[Draw], bool], attempts: int = ATTEMPTS
+    draw: Draw, model: DrawnModel, still_fails: Callable[[Draw], bool], attempts: int = ATTEMPTS
 ) -> tuple[Draw, bool]:
     """Simplify single parts of ``draw`` as long as it fails. Return it, and whether no simpler value was left to try.
 
@@ -184,7 +184,7 @@ def shrink(
             return draw, True
 
 
-def simpler(draw: Draw, model: Model) -> Iterator[Draw]:
+def simpler(draw: Draw, model: DrawnModel) -> Iterator[Draw]:
     """Yield the draws in which one part has a simpler value, the simplest first."""
     for part, values in VALUES.items():
         if draw[part] is None:

@@ -15,20 +15,20 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.compile.passes import PASSES
+from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.parser import JobConfigManager, import_module
+from torchtitan_npu.config.parser import load_job
 from torchtitan_npu.config.shipped_files import shipped
 from torchtitan_npu.converters import exact_converters
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job_context import JobContext
 from torchtitan_npu.preflight.model import check_model
-from torchtitan_npu.prover.draws import DEGREES, Draw, Model
-from torchtitan_npu.prover.tiny_models import TINY, add_flavors
+from torchtitan_npu.prover.draws import DEGREES, Draw, DrawnModel
 
 STEPS = 3
 LARGEST = 50_000_000
 """Parameters of the largest model that is trained. Each CPU rank has it in memory, and trains three steps."""
-TINY_FLAVORS = "torchtitan_npu.prover.tiny_flavors"
+TINY_FLAVORS = "torchtitan_npu.prover.tiny_models"
 
 FIXED: dict[str, Any] = {
     "training.steps": STEPS,
@@ -74,7 +74,7 @@ COMPILE: dict[str, dict[str, Any]] = {
 class Subject:
     """A job to prove: the table of its TOML file, and what can be drawn for its model."""
 
-    model: Model
+    model: DrawnModel
     table: dict[str, Any]
     converters: list[str]
     """Those with a target in the model."""
@@ -130,11 +130,14 @@ class Subject:
         return some + [name for name in needed if name not in some]
 
 
-def tiny_subjects(names: Iterable[str] = TINY) -> list[Subject]:
-    """Return a job for each of these tiny models."""
-    add_flavors()
+def tiny_subjects(names: Iterable[str] | None = None) -> list[Subject]:
+    """Return a job for each of these tiny models, by default for all."""
+    from torchtitan_npu.prover.tiny_models import TINY  # its import adds flavors, which other jobs do not need
+
+    for name in names or ():
+        check_known("--models", name, TINY)
     found = []
-    for name in names:
+    for name in names or TINY:
         model = TINY[name][0]
         own = {**TEXT, "model.name": model, "model.flavor": name, "experimental.custom_import": TINY_FLAVORS}
         if model in OWN_DATASETS:
@@ -171,7 +174,7 @@ def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) ->
     needed = ["npu_attention"] if job.attention in ("flex", "varlen") else []
     found = [one for one, converter in exact_converters().items() if converter(config, job.dims).targets(job.model)]
     has_experts = any(isinstance(module, MoE) for module in job.model.modules())
-    model = Model(name, has_experts, bool(documents), SHORTEST.get(config.training.dataset, 1))
+    model = DrawnModel(name, has_experts, bool(documents), SHORTEST.get(config.training.dataset, 1))
     return Subject(model, table, found, needed, documents)
 
 
@@ -210,7 +213,4 @@ def with_settings(table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 def parse(path: str) -> JobConfig:
     """Return the job of a TOML file, as the entry reads it."""
-    config = JobConfigManager().parse_args(["--job.config_file", path])
-    if config.experimental.custom_import:
-        import_module("experimental.custom_import", config.experimental.custom_import)
-    return config
+    return load_job(["--job.config_file", path])

@@ -1,4 +1,8 @@
-"""Tiny flavors of the models, for training on CPU ranks. A step takes a fraction of a second."""
+"""Tiny flavors of the models, for training on CPU ranks. A step takes a fraction of a second.
+
+Importing this module adds them to TorchTitan's registry. A job does so with
+``experimental.custom_import = "torchtitan_npu.prover.tiny_models"``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan.protocols.train_spec import get_train_spec
+
 import torchtitan_npu
+from torchtitan_npu.train_specs.registry import ADAPTED_MODELS
 
 LATENT_ATTENTION = {
     "dim": 64,
@@ -70,8 +77,6 @@ WITH_DOCUMENTS = {"attn_type": "flex", "attn_mask_type": "block_causal"}
 
 def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debugmodel") -> Any:
     """Add a flavor to ``model``, and return its arguments."""
-    from torchtitan.protocols.train_spec import get_train_spec  # after platform.prepare(), which some callers call late
-
     torchtitan_npu.register()
     flavors: Any = get_train_spec(model).model_args
     flavors[name] = dataclasses.replace(copy.deepcopy(flavors[base]), **smaller)
@@ -80,8 +85,6 @@ def add_flavor(model: str, name: str, smaller: dict[str, Any], base: str = "debu
 
 def add_flavors(models: Mapping[str, tuple[str, str, dict[str, Any]]] = TINY) -> None:
     """Add a flavor per entry of ``models``, and ``NAME_documents`` for TorchTitan's models."""
-    from torchtitan_npu.train_specs.registry import ADAPTED_MODELS
-
     for name, (model, base, smaller) in models.items():
         tiny = add_flavor(model, name, smaller, base)
         if name == "qwen3_moe":
@@ -90,3 +93,6 @@ def add_flavors(models: Mapping[str, tuple[str, str, dict[str, Any]]] = TINY) ->
             tiny.moe_args.num_experts = 4
         if model in ADAPTED_MODELS:
             add_flavor(model, f"{name}_documents", WITH_DOCUMENTS, base=name)
+
+
+add_flavors()

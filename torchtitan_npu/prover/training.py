@@ -1,27 +1,120 @@
-"""Train a job on this rank with the real Trainer, and compare every gradient with those of one rank.
+"""Run gloo ranks, each a process forked from one that has imported TorchTitan. Each trains a job with the real Trainer,
+and compares every gradient with those of one rank.
 
 Random rounding of float32 operators measures how much rounding changes the results of a run.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import logging
 import math
+import multiprocessing
+import os
+import pickle
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_npu.prover.job import parse
 from torchtitan_npu.torch_internals.dispatch import OpOverload, TorchDispatchMode
 from torchtitan_npu.trainer import Trainer
+
+GRACE_S = 5.0
+"""Other ranks get this long to finish after one has failed. They may wait for it in a collective."""
+LONGEST_REPORT = 8000
+"""Characters of a rank's standard error that are reported, from its end."""
+
+
+class RankError(RuntimeError):
+    """A rank raised or died."""
+
+
+class RankTimeout(RankError):
+    """No rank raised, and one did not finish in time."""
+
+
+def run_on_ranks(world_size: int, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(*args)`` on every rank with torchrun's variables, and return the results in rank order.
+
+    Raise :class:`RankError` with the standard error of the first rank that raises or dies.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the machine's cores
+    # Importing TorchTitan takes seconds: the fork server does it once for all ranks.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchtitan_npu.prover.preload"])
+    # As with torchrun, the parent opens the store: a free port could be taken before rank 0 opens it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    processes, receivers = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        errors = [Path(folder) / f"rank{rank}" for rank in range(world_size)]
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                of_rank = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                call = (sender, str(errors[rank]), of_rank, function, args)
+                processes.append(context.Process(target=_run, args=call, daemon=True))
+                processes[-1].start()
+                sender.close()
+                receivers.append(receiver)
+            return _collect(receivers, errors, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(receivers: list[Connection], errors: list[Path], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failure = ""
+    deadline = time.monotonic() + timeout_s
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            rank = waiting.pop(receiver)  # type: ignore[call-overload]
+            try:
+                results[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                # the first failure is usually the cause of the others
+                text = errors[rank].read_text(errors="replace").strip() if errors[rank].exists() else ""
+                failure = failure or f"rank {rank} of {len(receivers)}: {text[-LONGEST_REPORT:] or 'the process died'}"
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failure:
+        raise RankError(failure)
+    if waiting:
+        raise RankTimeout(f"{len(waiting)} of {len(receivers)} ranks ran longer than {timeout_s:g} s")
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _run(
+    sender: Connection, errors: str, variables: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)  # an exception ends the process, and its traceback is there
+    faulthandler.enable()  # show the Python stack of a crash in native code
+    os.environ |= variables
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    result = function(*args)
+    sender.send_bytes(pickle.dumps(result))  # send() would pass tensors through files of this process, which ends
+
 
 Batches = Iterator[tuple[dict[str, Tensor], Tensor]]
 
@@ -79,8 +172,8 @@ def _train(path: str, masked_labels: bool, file: Path, rounding: Any) -> Run:
             if reference is None:
                 recorded.append(gradients)
             else:
-                theirs = reference[step]
-                run.differences.append({name: difference(g, theirs.get(name)) for name, g in gradients.items()})
+                exact = reference[step]
+                run.differences.append({name: difference(g, exact.get(name)) for name, g in gradients.items()})
             run.biases.append(expert_biases(trainer.model_parts))  # the hook that balances experts has run before
 
         trainer.metrics_processor.log = log  # type: ignore[method-assign]

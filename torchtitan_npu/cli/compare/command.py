@@ -59,7 +59,6 @@ def build_parser(run: bool = False) -> OneLineParser:
     parser = OneLineParser(
         f"{PROG} run" if run else PROG,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     if run:

@@ -107,16 +107,14 @@ def check_runs(runs: Runs) -> None:
 
     platform.prepare()
     torchtitan_npu.register()
-    from torchtitan_npu.config.parser import JobConfigManager, import_module
+    from torchtitan_npu.config.parser import load_job
     from torchtitan_npu.preflight.job import check_job, check_start
 
     for name in runs.converters:
         # The choices that a candidate replays do not exist yet. The model's are checked with the baseline.
         checked = runs if name == BASELINE else replace(runs, replay=False)
         try:
-            config = JobConfigManager().parse_args(train_arguments(checked, name))
-            if config.experimental.custom_import:
-                import_module("experimental.custom_import", config.experimental.custom_import)
+            config = load_job(train_arguments(checked, name))
             check_start(check_job(config, runs.nproc))
         except UsageError as error:
             raise InputError(f"the {name} run cannot start: {error}") from error

@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 def build_parser() -> OneLineParser:
     """Build the parser of both subcommands."""
-    parser = OneLineParser(PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(PROG, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     from_hf = commands.add_parser("from-hf", help="convert to a checkpoint for checkpoint.initial_load_path")
     from_hf.add_argument("--quantized", action="store_true", help="dequantize the weights and write them in float32")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from torchtitan_npu.cli.convert.model_pieces import Model, Piece, check_dtype, cut, read, stored_dtypes
+from torchtitan_npu.cli.convert.model_pieces import ModelOnMeta, Piece, check_dtype, cut, read, stored_dtypes
 from torchtitan_npu.components.checkpoint.folder import HUGGING_FACE_INDEX
 from torchtitan_npu.components.checkpoint.source import SCALES, safetensors_contents, unused_weights
 from torchtitan_npu.errors import UsageError
@@ -36,7 +36,7 @@ BLOCK = 128
 class FromHuggingFace:
     """Check the conversion of the folder ``source``. :meth:`write` runs it."""
 
-    def __init__(self, source: Path, model: Model, quantized: bool) -> None:
+    def __init__(self, source: Path, model: ModelOnMeta, quantized: bool) -> None:
         self.model = model
         self.pieces = cut(model)
         self.source, self.stored = source, safetensors_contents(source)
@@ -194,7 +194,7 @@ def _check_quantization(source: Path, names: set[str], quantized: bool) -> None:
         raise UsageError(f"--quantized: {source} has no quantized weights")
 
 
-def _check_all_used(source: Path, names: set[str], pieces: list[Piece], model: Model) -> None:
+def _check_all_used(source: Path, names: set[str], pieces: list[Piece], model: ModelOnMeta) -> None:
     """Raise an error for weights that the model does not use, which indicate a wrong flavor.
 
     Layers of multi-token prediction may be unused.

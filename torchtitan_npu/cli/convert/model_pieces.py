@@ -35,7 +35,7 @@ from torchtitan_npu.train_specs.registry import known_models
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Model(NamedTuple):
+class ModelOnMeta(NamedTuple):
     """Describe the model to convert, without its weights."""
 
     name: str
@@ -75,12 +75,12 @@ class Piece(NamedTuple):
     stacked: bool
     """True if ``ours`` is one tensor whose slices along the first dimension are ``theirs``: stacked experts."""
 
-    def unmapped(self, model: Model) -> list[str]:
+    def unmapped(self, model: ModelOnMeta) -> list[str]:
         """Return the names that Hugging Face's format lacks: buffers, such as expert biases."""
         return sorted(self.ours.keys() - model.from_hf(self.theirs).keys())
 
 
-def build(name: str, flavor: str, mtp_layers: int, seq_len: int | None = None) -> Model:
+def build(name: str, flavor: str, mtp_layers: int, seq_len: int | None = None) -> ModelOnMeta:
     """Build a model on the meta device, with ``mtp_layers`` layers of multi-token prediction.
 
     ``seq_len`` is the job's sequence length, on which the arguments may depend, or ``None`` for TorchTitan's default.
@@ -102,7 +102,7 @@ def build(name: str, flavor: str, mtp_layers: int, seq_len: int | None = None) -
         raise UsageError(f"--mtp-layers must be 0: {name} has no multi-token prediction")
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     adapter = spec.state_dict_adapter(args, None)
-    return Model(f"{name} {flavor}", name, adapter, args, model.state_dict(), parameters)
+    return ModelOnMeta(f"{name} {flavor}", name, adapter, args, model.state_dict(), parameters)
 
 
 def _require(option: str, value: str, known: set[str]) -> None:
@@ -110,7 +110,7 @@ def _require(option: str, value: str, known: set[str]) -> None:
         raise UsageError(f"{option} {value} is unknown{did_you_mean(value, known)} (known: {', '.join(sorted(known))})")
 
 
-def cut(model: Model) -> list[Piece]:
+def cut(model: ModelOnMeta) -> list[Piece]:
     """Split the model: per layer, one piece for each tensor of stacked experts and one for all other tensors."""
     pieces = []
     in_order = sorted(model.tensors, key=_layer_number)
@@ -154,10 +154,12 @@ def _are_slices(views: list[Tensor], tensor: Tensor) -> bool:
     )
 
 
-def stored_dtypes(wanted: dict[str, Tensor], source: Metadata, where: str, model: Model) -> dict[str, torch.dtype]:
+def stored_dtypes(
+    expected: dict[str, Tensor], source: Metadata, where: str, model: ModelOnMeta
+) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor in ``source``. Raise an error for a missing tensor or another shape."""
     dtypes = {}
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         found: Any = source.state_dict_metadata.get(name)
         if found is None:
             raise UsageError(f"{where} has no {name}, which {model.name} needs: wrong --flavor or --mtp-layers?")
@@ -169,20 +171,20 @@ def stored_dtypes(wanted: dict[str, Tensor], source: Metadata, where: str, model
     return dtypes
 
 
-def check_dtype(where: Path, name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+def check_dtype(where: Path, name: str, stored: torch.dtype, expected: torch.dtype) -> None:
     """Raise unless a weight is stored as floating-point numbers that need no scale, and other tensors as they are."""
-    if stored == wanted or (wanted.is_floating_point and stored in WEIGHT_DTYPES):
+    if stored == expected or (expected.is_floating_point and stored in WEIGHT_DTYPES):
         return
-    allowed = ", ".join(map(str, WEIGHT_DTYPES)) if wanted.is_floating_point else str(wanted)
+    allowed = ", ".join(map(str, WEIGHT_DTYPES)) if expected.is_floating_point else str(expected)
     raise UsageError(f"{where}: {name} is {stored}; it must be one of {allowed}")
 
 
-def read(wanted: dict[str, Tensor], reader: StorageReader, source: Metadata, file_of: Callable[[str], Path]) -> None:
-    """Read ``wanted`` from a checkpoint like ``dcp.load``, without reading the metadata each time.
+def read(expected: dict[str, Tensor], reader: StorageReader, source: Metadata, file_of: Callable[[str], Path]) -> None:
+    """Read ``expected`` from a checkpoint like ``dcp.load``, without reading the metadata each time.
 
     Raise :class:`UsageError` for a tensor that cannot be read, or that has NaN or infinity. ``file_of`` names its file.
     """
-    for name, value in wanted.items():
+    for name, value in expected.items():
         planner = DefaultLoadPlanner()
         planner.set_up_planner({name: value}, source, is_coordinator=True)
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from torchtitan_npu.cli.convert.model_pieces import (
-    Model,
+    ModelOnMeta,
     Piece,
     check_dtype,
     check_finite,
@@ -43,7 +43,7 @@ class ToHuggingFace:
     ``assets`` is the folder with the tokenizer. ``config_problem`` says why the result has no config.json.
     """
 
-    def __init__(self, source: Path, model: Model, dtype: torch.dtype | None, assets: Path | None) -> None:
+    def __init__(self, source: Path, model: ModelOnMeta, dtype: torch.dtype | None, assets: Path | None) -> None:
         self.fp8 = dtype == torch.float8_e4m3fn
         if self.fp8 and not isinstance(model.adapter, DeepSeekV3StateDictAdapter):
             raise UsageError(f"--dtype float8_e4m3fn is DeepSeek's format, which {model.name} does not have")

@@ -18,11 +18,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from torchtitan_npu.cli.arguments import OneLineParser
-from torchtitan_npu.cli.doctor.environment_conflicts import find_cautions, find_conflicts
+from torchtitan_npu.cli.doctor.environment import addresses, find_cautions, find_conflicts
 from torchtitan_npu.cli.doctor.findings import Finding, first_line, green, red, yellow
 from torchtitan_npu.cli.doctor.host import check_host, check_interfaces
 from torchtitan_npu.cli.doctor.versions import check_imports, check_versions, version_of
-from torchtitan_npu.cli.network_interfaces import addresses
 from torchtitan_npu.progress import Progress
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         "torchtitan-npu doctor",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -84,16 +82,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def examine(backend: Backend | None, wanted: list[str], progress: Progress) -> Iterator[Finding]:
-    """Run the ``wanted`` checks."""
-    machine = Machine(backend)
+def examine(backend: Backend | None, selected: list[str], progress: Progress) -> Iterator[Finding]:
+    """Run the ``selected`` checks."""
+    machine = ExaminedMachine(backend)
     for name, check in CHECKS.items():
-        if name in wanted:
+        if name in selected:
             progress.update(f"doctor: checking {name}")
             yield from check(machine)
 
 
-class Machine:
+class ExaminedMachine:
     """Hold what the checks share: the backend to check for, and whether PyTorch loads."""
 
     def __init__(self, backend: Backend | None) -> None:
@@ -116,7 +114,7 @@ class Machine:
         self.usable = self.error is None and self.backend == found
 
 
-def versions(machine: Machine) -> Iterator[Finding]:
+def versions(machine: ExaminedMachine) -> Iterator[Finding]:
     yield from check_versions(machine.backend == "npu", machine.cann)
     if machine.error is not None:
         advice = "correct the red versions above; for libascendcl.so, source CANN's set_env.sh"
@@ -126,7 +124,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
         yield from check_imports()
 
 
-def devices(machine: Machine) -> Iterator[Finding]:
+def devices(machine: ExaminedMachine) -> Iterator[Finding]:
     if machine.error is not None:
         yield red("devices", "not checked: torch does not load", "see import torch")
     else:
@@ -135,11 +133,11 @@ def devices(machine: Machine) -> Iterator[Finding]:
         yield from check_devices(machine.backend)
 
 
-def host(machine: Machine) -> Iterator[Finding]:
+def host(machine: ExaminedMachine) -> Iterator[Finding]:
     yield from check_host(machine.backend != "cpu", machine.ranks)
 
 
-def environment(machine: Machine) -> Iterator[Finding]:
+def environment(machine: ExaminedMachine) -> Iterator[Finding]:
     found = find_conflicts(os.environ)
     for conflict in found:
         yield red(" ".join(conflict.names), conflict.why, conflict.advice)
@@ -151,7 +149,7 @@ def environment(machine: Machine) -> Iterator[Finding]:
         yield check_interfaces(addresses(), os.environ)
 
 
-def operators(machine: Machine) -> Iterator[Finding]:
+def operators(machine: ExaminedMachine) -> Iterator[Finding]:
     if machine.usable:
         from torchtitan_npu.cli.doctor.operators import check_operators
 
@@ -160,16 +158,16 @@ def operators(machine: Machine) -> Iterator[Finding]:
         yield yellow("operators", f"not run: no {machine.backend} device", "see devices")
 
 
-def collectives(machine: Machine) -> Iterator[Finding]:
+def collectives(machine: ExaminedMachine) -> Iterator[Finding]:
     if machine.usable:
-        from torchtitan_npu.cli.doctor.collectives import check_all_reduce
+        from torchtitan_npu.cli.doctor.devices import check_all_reduce
 
         yield check_all_reduce(machine.backend, 2 if machine.backend == "cpu" else machine.ranks)
     else:
         yield yellow("all-reduce", f"not run: no {machine.backend} device", "see devices")
 
 
-CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[ExaminedMachine], Iterator[Finding]]] = {
     "versions": versions,
     "devices": devices,
     "host": host,

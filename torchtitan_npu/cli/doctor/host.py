@@ -7,8 +7,8 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torchtitan_npu.cli.doctor.environment import SELECTORS, hccl_choice
 from torchtitan_npu.cli.doctor.findings import Finding, green, yellow
-from torchtitan_npu.cli.network_interfaces import SELECTORS, hccl_choice
 from torchtitan_npu.components import available_memory
 
 GIB = 1 << 30

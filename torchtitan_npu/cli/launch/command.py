@@ -10,7 +10,6 @@ Exit code 0: the job succeeded, 1: a rank failed, 2: not started, 75: stopped by
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.doctor.environment import SELECTORS, addresses, interface_towards
 from torchtitan_npu.cli.launch import environment_profile as profile
 from torchtitan_npu.cli.launch.failure_report import (
     describe,
@@ -36,7 +36,6 @@ from torchtitan_npu.cli.launch.failure_report import (
     stop_message,
     write_report,
 )
-from torchtitan_npu.cli.network_interfaces import SELECTORS, addresses, interface_towards
 from torchtitan_npu.errors import EXIT_USAGE, UsageError
 
 
@@ -104,7 +103,6 @@ def build_parser() -> OneLineParser:
         "torchtitan-npu launch",
         usage="torchtitan-npu launch --job.config_file X.toml [--section.key value ...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--job.config_file", metavar="X.toml", help="the job's TOML file")
     return parser

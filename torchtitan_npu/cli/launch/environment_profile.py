@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_npu.cli.doctor.environment_conflicts import find_conflicts
+from torchtitan_npu.cli.doctor.environment import find_conflicts
 from torchtitan_npu.config.shipped_files import train_configs
 from torchtitan_npu.errors import UsageError, did_you_mean
 

@@ -87,15 +87,15 @@ def run(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     platform.prepare()
     register()
 
-    from torchtitan_npu.cli.generate.loading import quiet_session, read_config
+    from torchtitan_npu.cli.inference.loading import quiet_session, read_config
 
     with quiet_session():
         return measure(args, read_config(args.config, options), text)
 
 
 def measure(args: argparse.Namespace, config: Any, text: str) -> dict[str, Any]:
-    from torchtitan_npu.cli.evaluate.scoring import Perplexity
-    from torchtitan_npu.cli.generate.loading import load_model
+    from torchtitan_npu.cli.inference.loading import load_model
+    from torchtitan_npu.cli.inference.scoring import Perplexity
 
     results: dict[str, Any] = {}
     eager: Perplexity | None = None
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, config: Any, text: str) -> dict[str, Any]:
             row[DIFFERENCE] = (found.log_probabilities - eager.log_probabilities).abs().max().item()
         results.setdefault("perplexity", {})[", ".join(config.model.converters) or "no converters"] = row
     if args.tasks:
-        from torchtitan_npu.cli.evaluate.harness import run_tasks
+        from torchtitan_npu.cli.inference.harness import run_tasks
 
         results["tasks"] = run_tasks(model, args.tasks.split(","), args.tasks_folder, args.limit, args.batch)
     return results

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
     platform.prepare()
     register()
 
-    from torchtitan_npu.cli.generate.loading import load_model, quiet_session, read_config
+    from torchtitan_npu.cli.inference.loading import load_model, quiet_session, read_config
 
     with quiet_session():
         with Progress(f"generate: loading {args.checkpoint}"):
@@ -102,8 +102,7 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
 def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> int:
     """Print the continuations of ``texts``, or measure them. Return the exit code."""
     from torchtitan_npu import platform
-    from torchtitan_npu.cli.generate.benchmark import Refused, benchmark
-    from torchtitan_npu.cli.generate.generation import Sampling, check_lengths, generate
+    from torchtitan_npu.cli.inference.generation import InvalidBenchmark, Sampling, benchmark, check_lengths, generate
 
     prompts = [model.tokenizer.encode(text) for text in texts]
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
@@ -115,7 +114,7 @@ def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> in
             try:
                 with Progress("generate: measuring"):
                     line = benchmark(model, batch, sampling)
-            except Refused as reason:
+            except InvalidBenchmark as reason:
                 if is_first_rank:
                     print(f"{PROG}: the benchmark does not count: {reason}", file=sys.stderr)
                 return 1

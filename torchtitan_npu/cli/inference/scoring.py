@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.cli.inference.loading import InferenceModel
 from torchtitan_npu.progress import Progress
 
 

@@ -1,15 +1,18 @@
-"""Generate text token by token: greedy, or sampled with a temperature from the most probable tokens (top-p)."""
+"""Generate text token by token: greedy, or sampled with a temperature from the most probable tokens (top-p).
+
+The benchmark measures the speed, and checks that the tokens were really generated one by one.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.cli.inference.loading import InferenceModel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.progress import Progress
 
@@ -118,3 +121,67 @@ def on_every_rank(tokens: Tensor, device: torch.device) -> Tensor:
 def until(tokens: list[int], eos: int | None) -> list[int]:
     """Return ``tokens`` up to the first ``eos``, without it."""
     return tokens[: tokens.index(eos)] if eos in tokens else tokens
+
+
+REPEATED = 8
+"""So many equal tokens at the end of a text are reported."""
+
+
+class InvalidBenchmark(Exception):
+    """The measurement does not count, for the reason that the message gives."""
+
+
+def benchmark(model: InferenceModel, prompts: list[list[int]], sampling: Sampling) -> str:
+    """Generate once to warm up and once to measure. Return one line, or raise :class:`InvalidBenchmark`."""
+    # an end of text would make rows shorter than asked for
+    sampling = replace(sampling, stops_at_eos=False)
+    vocabulary = model.args.vocab_size
+    others = [[(token + 1) % vocabulary for token in prompt] for prompt in prompts]
+    warm_up = generate(model, others, sampling)
+    counts: list[int] = []
+    counter = model.model.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
+    measured = generate(model, prompts, sampling)
+    counter.remove()
+    check_forwards(counts, max(map(len, prompts)), sampling.max_new_tokens, model.dims.tp)
+    lengths = {len(row) for row in (*warm_up.tokens, *measured.tokens)}
+    if lengths != {sampling.max_new_tokens}:
+        raise InvalidBenchmark(f"rows have {sorted(lengths)} new tokens, not {sampling.max_new_tokens}")
+    if sampling.temperature == 0:
+        check_tokens(model, prompts, measured)
+    return line(prompts, measured, sampling)
+
+
+def check_forwards(tokens: list[int], longest: int, new: int, tp: int) -> None:
+    """Raise unless the model ran once over the prompts and then once for each further token."""
+    expected = [longest + -longest % tp] + [tp] * (new - 1)
+    if tokens != expected:
+        raise InvalidBenchmark(f"the model ran over {tokens[:8]} tokens; one by one these are {expected[:8]}")
+
+
+def check_tokens(model: InferenceModel, prompts: list[list[int]], measured: Generated) -> None:
+    """Raise unless each token is the most probable one in a forward pass over the complete text, without the cache.
+
+    Two logits may be closer than their rounding errors. Then the other token is accepted.
+    """
+    for prompt, new in zip(prompts, measured.tokens, strict=True):
+        logits = model.logits(torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].cpu()
+        gap = logits.amax(dim=-1) - logits.gather(-1, torch.tensor(new).unsqueeze(-1)).squeeze(-1)
+        allowed = logits.abs().amax() * (2**-14 if model.dtype == "float32" else 2**-4)
+        if (gap > allowed).any():
+            position = int((gap > allowed).nonzero()[0])
+            raise InvalidBenchmark(f"token {position + 1} of a row is not the most probable one without the cache")
+
+
+def line(prompts: list[list[int]], measured: Generated, sampling: Sampling) -> str:
+    """Return the measured times and rates."""
+    rows, decode = len(prompts), sum(measured.decode_s)
+    prompt_tokens = sum(map(len, prompts))
+    text = (
+        f"{rows} rows, {prompt_tokens} prompt tokens, {sampling.max_new_tokens} new tokens each: prefill "
+        f"{measured.prefill_s * 1e3:.1f} ms ({prompt_tokens / measured.prefill_s:.1f} tokens/s)"
+    )
+    if measured.decode_s:
+        rate = rows * len(measured.decode_s) / decode
+        text += f", decode {decode / len(measured.decode_s) * 1e3:.2f} ms per token ({rate:.1f} tokens/s)"
+    repeated = sum(len(row) >= REPEATED and len(set(row[-REPEATED:])) == 1 for row in measured.tokens)
+    return text + (f"; {repeated} rows end with {REPEATED} equal tokens" if repeated else "")

@@ -32,9 +32,7 @@ from torchtitan_npu.progress import Progress
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(
-        "torchtitan-npu plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser("torchtitan-npu plan", description=__doc__)
     parser.add_argument("--config", required=True, help="the job's TOML file")
     parser.add_argument("--world-size", type=int, help="number of ranks; by default that of the file's layout")
     parser.add_argument("--rank", default="representative", help="representative, or the number of one rank")
@@ -121,15 +119,13 @@ def unwritable(path: Path) -> str:
 
 def run(args: argparse.Namespace, options: list[str], console: Console) -> int:
     from torchtitan_npu import platform
-    from torchtitan_npu.config.parser import JobConfigManager, import_module
+    from torchtitan_npu.config.parser import load_job
     from torchtitan_npu.planner.layout import with_all_degrees, world_size_of
     from torchtitan_npu.planner.work import Rates
 
     check_options(args)
     rates = Rates.parse(args.tflops, args.bandwidth)
-    config = JobConfigManager().parse_args(["--job.config_file", args.config, *options])
-    if config.experimental.custom_import:
-        import_module("experimental.custom_import", config.experimental.custom_import)
+    config = load_job(["--job.config_file", args.config, *options])
     world_size = args.world_size or world_size_of(config)
     config = with_all_degrees(config, world_size)
     console.print(f"{BACKENDS[platform.backend()]}; defaults and limits of a job on {args.backend}")

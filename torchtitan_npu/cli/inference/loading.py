@@ -19,12 +19,12 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 
-from torchtitan_npu.cli.generate.kv_cache import CachedTokens, attach_caches
+from torchtitan_npu.cli.inference.kv_cache import CachedTokens, attach_caches
 from torchtitan_npu.components.checkpoint.folder import METADATA
 from torchtitan_npu.components.checkpoint.loading import load_weights
 from torchtitan_npu.components.checkpoint.source import CheckpointSource
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.parser import JobConfigManager, import_module
+from torchtitan_npu.config.parser import load_job
 from torchtitan_npu.distributed.parallel_dims import ParallelDims
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.files import check_source
@@ -121,10 +121,7 @@ def quiet_session() -> Iterator[None]:
 
 def read_config(file: str, options: list[str]) -> JobConfig:
     """Return the job's configuration, with further ``--section.key value`` options."""
-    config = JobConfigManager().parse_args(["--job.config_file", file, *options])
-    if config.experimental.custom_import:
-        import_module("experimental.custom_import", config.experimental.custom_import)
-    return config
+    return load_job(["--job.config_file", file, *options])
 
 
 def load_model(config: JobConfig, checkpoint: Path, capacity: int | None = None) -> InferenceModel:
@@ -166,7 +163,7 @@ def load_model(config: JobConfig, checkpoint: Path, capacity: int | None = None)
 
 
 def for_inference(config: JobConfig, world_size: int) -> JobConfig:
-    """Return ``config`` without what only training needs, for as many ranks. Raise for a model that has no cache."""
+    """Return an inference config: strip training-only options; raise if the model has no KV cache."""
     config = copy.deepcopy(config)
     if config.model.name not in MODELS:
         raise UsageError(

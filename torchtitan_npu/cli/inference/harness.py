@@ -11,9 +11,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from torchtitan_npu.cli.evaluate.scoring import score, windows
-from torchtitan_npu.cli.generate.generation import Sampling, generate
-from torchtitan_npu.cli.generate.loading import InferenceModel
+from torchtitan_npu.cli.inference.generation import Sampling, generate
+from torchtitan_npu.cli.inference.loading import InferenceModel
+from torchtitan_npu.cli.inference.scoring import score, windows
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.progress import Progress
 

@@ -1,1 +1,0 @@
-"""The command ``torchtitan-npu evaluate``: perplexity and log-likelihood tasks of a checkpoint."""

@@ -1,1 +1,0 @@
-"""The command ``torchtitan-npu generate``: sample text from a checkpoint."""

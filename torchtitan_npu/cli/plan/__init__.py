@@ -1,1 +1,0 @@
-"""``torchtitan-npu plan``: dry runs of a job, and a search over its layouts."""
