@@ -14,8 +14,8 @@ from torchtitan.tools.logging import init_logger
 
 import torchtitan_npu.train as entry
 from tests._helpers.multirank import run_on_ranks
+from torchtitan_npu.cli.compare.command import TRAINER, Runs, train_arguments
 from torchtitan_npu.cli.compare.command import main as compare_loss
-from torchtitan_npu.cli.compare.train_runs import TRAINER, Runs, train_arguments
 
 STEPS = 2
 CONFIG = Path("train_configs/llama3_debugmodel.toml")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_npu.cli.compare.command import main
-from torchtitan_npu.cli.compare.sources import InputError
-from torchtitan_npu.cli.compare.train_runs import (
+from torchtitan_npu.cli.compare.command import (
     MARKER,
     Runs,
     last_error_line,
+    main,
     prepare_out,
     train_all,
     train_command,
 )
+from torchtitan_npu.cli.compare.sources import InputError
 from torchtitan_npu.cli.demo import main as demo
 from torchtitan_npu.config.shipped_files import train_configs
 
@@ -119,6 +119,9 @@ def test_several_candidates_that_replay_the_choices_of_the_baseline(tmp_path: Pa
     assert [candidate["passed"] for candidate in report["candidates"]] == [True, False]
     assert len(report["differing_configuration"]["model.converters"]) == 3
 
+    for side, option in (("baseline", "--replay.record"), ("candidate_2", "--replay.replay")):
+        given = json.loads((tmp_path / "o" / side / "given.json").read_text())
+        assert given[given.index(option) + 1] == "o/baseline/choices"
     line = "replay: of 500 experts the candidate would have chosen 3 differently, first in step 1 (layer 3: 3)"
     assert lines.count(f"  note: {line}") == 2
     assert line in (tmp_path / "o" / "report.md").read_text()
@@ -133,6 +136,7 @@ def test_several_candidates_that_replay_the_choices_of_the_baseline(tmp_path: Pa
             "the candidate_2 run cannot start: model.converters: 'npu_rms_nrm' is not",
         ),
         (["--", "--training.seq_len", "0"], "the baseline run cannot start: training.seq_len"),
+        (["--config", "absent.toml"], "--config absent.toml: no such file"),
     ],
 )
 def test_settings_are_checked_before_anything_is_trained(arguments, message, tmp_path, monkeypatch, capsys) -> None:
@@ -181,20 +185,6 @@ def test_the_command_line_of_each_side() -> None:
     assert line.endswith("--foo 1")
 
 
-def test_a_replayed_candidate_gets_the_choices_of_the_baseline() -> None:
-    runs = Runs(Path("x.toml"), [["a"]], Path("out"), nproc=1, steps=20, extra=("--foo", "1"), replay=True)
-    baseline, candidate = (" ".join(train_command(runs, side)) for side in ("baseline", "candidate"))
-    assert baseline.endswith("--replay.record out/baseline/choices --foo 1")
-    assert candidate.endswith("--replay.replay out/baseline/choices --foo 1")
-
-
-def test_a_missing_config_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(InputError, match="no such file"):
-        train_all(Runs(tmp_path / "absent.toml", [["a"]], out, nproc=1, steps=1))
-    assert not out.exists()
-
-
 def runs_in(out: Path, candidates: int = 1) -> Runs:
     return Runs(CONFIG, [["a"]] * candidates, out, nproc=1, steps=1)
 
@@ -239,7 +229,4 @@ def test_force_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
 )
 def test_last_error_line(line: str, found: bool) -> None:
     assert last_error_line(["Error: earlier", f"{line}\n", "\n"]) == (line if found else "Error: earlier")
-
-
-def test_a_log_without_an_error() -> None:
     assert last_error_line(["step: 1\n"]) == "no error found in its log"

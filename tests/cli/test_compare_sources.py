@@ -14,6 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from torchtitan_npu.cli.compare.comparison import Tolerance, compare
 from torchtitan_npu.cli.compare.sources import Curve, InputError, StepLineParser, parse_columns, read_curve
 
 # No deadline: the machine may be busy.
@@ -118,10 +119,6 @@ def test_invalid_files_are_errors(name: str, text: str, message: str, tmp_path: 
 def test_the_same_step_with_the_same_value_is_read_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "step,loss\n1,nan\n2,8.5\n1,nan\n2,8.5\n")
     assert list(values(read_curve(path))) == [1, 2]
-
-
-def test_no_such_file(tmp_path: Path) -> None:
-    assert "no such file or folder" in error_of(tmp_path / "absent.json")
 
 
 # --- JSON lines, W&B, Hugging Face ---
@@ -285,11 +282,13 @@ def test_a_step_line_is_read_back(step: int, loss: float, grad_norm: float, pref
 LOSS_TAG, GRAD_NORM_TAG = "loss_metrics/global_avg_loss", "grad_norm"
 
 
-def write_events(folder: Path, losses: dict[int, float], started: float = 0.0, grad_norm: bool = True) -> None:
-    """Write an event file like torch's SummaryWriter, without importing torch."""
+def write_events(
+    folder: Path, losses: dict[int, float], started: float = 0.0, grad_norm: bool = True, **tags: float
+) -> None:
+    """Write an event file like torch's SummaryWriter, without importing torch. ``tags`` are the same in all steps."""
     writer = EventFileWriter(str(folder), filename_suffix=f".{len(list(folder.glob('*')))}")
     for step, loss in losses.items():
-        scalars = {LOSS_TAG: loss, "memory/num_ooms": 0.0} | ({GRAD_NORM_TAG: loss / 2} if grad_norm else {})
+        scalars = {LOSS_TAG: loss, "memory/num_ooms": 0.0} | tags | ({GRAD_NORM_TAG: loss / 2} if grad_norm else {})
         for tag, value in scalars.items():
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
             writer.add_event(Event(step=step, wall_time=started + step, summary=summary))
@@ -393,3 +392,35 @@ def test_absurd_numbers_of_a_log_are_read(tmp_path: Path) -> None:
     text = "step: 1  loss: 1e999999999  grad_norm: 1e-99999\nstep: 2  loss: 1e99999999999999999999  grad_norm: 1e308\n"
     curve = read_curve(write(tmp_path / "a.log", text))
     assert values(curve) == {1: math.inf, 2: math.inf}
+
+
+# --- auxiliary losses ---
+
+
+def auxiliary_log(path: Path, *losses: float) -> Path:
+    """Write a console log with one step per value of the indexer's ``losses``, which is on a line of its own."""
+    steps = enumerate(losses, start=1)
+    return write(
+        path, "".join(f"{step_line(n, 8, 1)}step: {n:2}  indexer_loss: {x:8.5f}  mtp_loss:  7.5\n" for n, x in steps)
+    )
+
+
+def test_auxiliary_losses_are_read_from_every_source(tmp_path: Path) -> None:
+    columns = write(tmp_path / "a.json", '{"step": [1, 2], "loss": [8, 7], "indexer_loss": [0.5, 0.5]}')
+    write_events(tmp_path / "run", {1: 8.0, 2: 7.0}, **{"loss_metrics/indexer_loss": 0.5})
+    log = auxiliary_log(tmp_path / "a.log", 0.5, 0.5)
+    for path in (columns, tmp_path / "run", log):
+        assert values(read_curve(path), "indexer_loss") == {1: 0.5, 2: 0.5}
+    assert values(read_curve(log), "mtp_loss") == {1: 7.5, 2: 7.5}
+    assert read_curve(log).metrics["indexer_loss"][1].resolution == pytest.approx(0.5e-5)
+
+
+def test_auxiliary_losses_are_compared_if_both_sides_have_them(tmp_path: Path) -> None:
+    one, two = (read_curve(auxiliary_log(tmp_path / f"{last}.log", 0.5, last)) for last in (0.25, 0.26))
+    result = compare(one, two, Tolerance(1e-2))
+    assert result.headline == "first diverging step 2 (indexer_loss)" and compare(one, two, Tolerance(5e-2)).passed
+    assert [metric.name for metric in result.metrics] == ["loss", "grad_norm", "indexer_loss", "mtp_loss"]
+    plain = read_curve(write(tmp_path / "plain.json", '{"step": [1, 2], "loss": [8, 7], "grad_norm": [1, 1]}'))
+    assert len(compare(plain, plain, Tolerance()).metrics) == 2
+    with pytest.raises(InputError, match=r"the candidate .* has no indexer_loss"):
+        compare(one, plain, Tolerance())

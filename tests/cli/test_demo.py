@@ -24,13 +24,6 @@ def test_the_converted_model_trains_alike(model: str, tmp_path: Path, capfd: pyt
     assert (tmp_path / "demo/comparison.png").exists() and (tmp_path / "demo/report.md").exists()
 
 
-def test_another_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--model", "glm"])
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-c import sys; print"*) echo "$VERSION" ;;

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests._helpers.nodes import free_port
 from torchtitan_npu.cli.doctor.command import CHECKS
 from torchtitan_npu.cli.launch.command import LaunchOptions, read_options
 
@@ -85,32 +83,6 @@ def test_slurm(nodes: int, checkout: Path) -> None:
 def test_a_red_line_ends_a_slurm_job(nodes: int, checkout: Path) -> None:
     assert run_slurm(nodes, checkout, DOCTOR="1") == 1
     assert not (checkout / "launched").exists()
-
-
-@pytest.mark.slow
-def test_the_script_for_two_nodes_trains(checkout: Path) -> None:
-    command = '[ "$1" = doctor ] || exec "$PYTHON" -m torchtitan_npu.cli.main "$@"'
-    (checkout / "bin/torchtitan-npu").write_text(f"#!/bin/bash\n{command}\n")
-    (checkout / "bin/scontrol").write_text("#!/bin/bash\necho 127.0.0.1\n")
-    srun = 'SLURM_NODEID=0 "$@" > node0 2>&1 & SLURM_NODEID=1 "$@" > node1 2>&1; one=$?; wait $! && exit $one'
-    (checkout / "bin/srun").write_text(f"#!/bin/bash\n{srun}\n")
-    job = {
-        "job.config_file": "train_configs/llama3_debugmodel.toml",
-        "job.dump_folder": "job",
-        "training.local_batch_size": "1",
-        "training.global_batch_size": "2",
-        "training.seq_len": "32",
-        "training.steps": "2",
-        "comm.trace_buf_size": "0",
-    }
-    environment = SLURM | {"SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(checkout), "MASTER_PORT": str(free_port())}
-    environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = [f"--{key}={value}" for key, value in job.items()]
-    code = run(["bash", str(SBATCH), *arguments], checkout, **environment)
-    assert code == 0, (checkout / "node0").read_text() + (checkout / "node1").read_text()
-    for node in (0, 1):
-        (log,) = checkout.glob(f"logs/12/node{node}/*/*/attempt_0/0/stdout.log")
-        assert "step:  2" in log.read_text(), log.read_text()
 
 
 def test_kubernetes(checkout: Path) -> None:

@@ -151,13 +151,6 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("debugmodel" in flavors for flavors in models.values())
 
 
-def test_an_unknown_list_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["list", "cats"])
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 @pytest.mark.parametrize("name", ["doctor", "compare", "launch"])
 def test_commands_that_diagnose_run_without_torch(name: str, tmp_path: Path) -> None:
     """From another folder, in a checkout that is not installed, where ``import torch`` fails."""
@@ -232,24 +225,6 @@ def test_tools_parse_their_arguments_first() -> None:
     assert {"converter_table.py", "run.py"} <= {path.name for path in PROGRAMS}
     found = {path.relative_to(ROOT).as_posix(): work_before_parsing(path.read_text()) for path in PROGRAMS}
     assert {name: work for name, work in found.items() if work} == {}
-
-
-START = "\nif __name__ == '__main__':\n    main()\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "work"),
-    [
-        ("def main():\n    # ArgumentParser().parse_args() and --help\n    write()" + START, "write()"),
-        ("def main():\n    write()\n    ArgumentParser().parse_args()" + START, "write()"),
-        ("def main():\n    ArgumentParser()" + START, NOT_PARSED),
-        ("write()\ndef main():\n    ArgumentParser().parse_args()" + START, "write"),
-        ("if __name__ == '__main__':\n    write()", "write()"),
-        ("from package import main" + START, "main()"),
-    ],
-)
-def test_work_before_parsing_is_found(source: str, work: str) -> None:
-    assert work in work_before_parsing(source)
 
 
 @pytest.mark.parametrize("script", ["converter_table.py", "config_table.py"])

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan_npu.cli.demo import CONVERTERS
-from torchtitan_npu.config import parser, shipped_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,11 +57,6 @@ def packages_of(environment: Path) -> Path:
     return packages
 
 
-@pytest.fixture(scope="module")
-def unpacked(environment: Path) -> Path:
-    return packages_of(environment)
-
-
 def run(environment: Path, folder: Path, *arguments: str) -> str:
     """Run ``torchtitan-npu`` of the environment in ``folder``, and return its standard output."""
     command = [environment / "bin/torchtitan-npu", *arguments]
@@ -71,8 +65,8 @@ def run(environment: Path, folder: Path, *arguments: str) -> str:
     return result.stdout
 
 
-def test_the_wheel_has_all_data_files(unpacked: Path) -> None:
-    installed = unpacked / "torchtitan_npu"
+def test_the_wheel_has_all_data_files(environment: Path) -> None:
+    installed = packages_of(environment) / "torchtitan_npu"
     expected = {
         ROOT / "torchtitan_npu": ("assets/**/*", "cli/doctor/*.toml", "cli/compare/*.jinja"),
         ROOT: ("train_configs/**/*",),
@@ -118,13 +112,3 @@ def test_the_demo(environment: Path, tmp_path: Path) -> None:
     output = run(environment, tmp_path, "demo", "--steps", "2")
     assert "loss: 2 steps" in output and (tmp_path / "outputs/demo/comparison.png").is_file()
     assert f"next: torchtitan-npu launch --job.config_file {environment}" in output
-
-
-def test_a_job_finds_a_shipped_config(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path is the one in the docs, which does not exist below the current folder."""
-    monkeypatch.setattr(shipped_files, "PACKAGE", unpacked / "torchtitan_npu")
-    monkeypatch.chdir(tmp_path)
-    config = parser.JobConfigManager().parse_args(["--job.config_file", "train_configs/llama3_debugmodel.toml"])
-    assert (config.model.name, config.model.flavor) == ("llama3", "debugmodel")
-    assets = Path(config.model.hf_assets_path)
-    assert assets.is_relative_to(unpacked) and (assets / "tokenizer.json").is_file()

@@ -57,10 +57,6 @@ def with_value(key: str, value: Any) -> Any:
     return config
 
 
-def test_defaults_are_allowed() -> None:
-    check_values(JobConfig())
-
-
 @pytest.mark.parametrize("key", TABLE)
 def test_values_outside_are_one_line_with_the_key(key: str) -> None:
     allowed = TABLE[key]
@@ -123,10 +119,6 @@ def test_the_saved_configuration_stays_in_the_dump_folder(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"job\.save_config_file .* must name a file inside job\.dump_folder"):
             check_job(job(job__dump_folder=str(dump), job__save_config_file=name), 1)
     check_job(job(job__dump_folder=str(dump), job__save_config_file="sub/job.json"), 1)
-
-
-def test_an_empty_initial_load_path_is_none() -> None:
-    check_job(job(checkpoint__initial_load_path=""), 1)
 
 
 def test_the_optimizers_of_a_model_may_have_other_names() -> None:

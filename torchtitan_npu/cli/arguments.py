@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +51,16 @@ def checkpoint_parser(prog: str, description: str | None) -> OneLineParser:
         "--checkpoint", required=True, type=Path, help="folder of a job's checkpoint, or of Hugging Face"
     )
     return parser
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """Hide TorchTitan's log, whose lines are about the start of jobs."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def read_utf8(option: str, file: Path) -> str:

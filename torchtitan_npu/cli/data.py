@@ -9,13 +9,12 @@ Exit code 0: the rows are shown. 1: the data has fewer rows. 2: the error of a r
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.arguments import OneLineParser, without_log
 from torchtitan_npu.errors import ERROR_PREFIX, UsageError
 from torchtitan_npu.progress import waiting_for
 
@@ -41,14 +40,12 @@ def main(argv: list[str]) -> int:
     from torchtitan_npu import platform
 
     platform.prepare()
-    logging.disable(logging.WARNING)
     try:
-        return show_rows(args, options)
+        with without_log():
+            return show_rows(args, options)
     except UsageError as error:
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr)  # the same line as in training
         return 2
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def show_rows(args: argparse.Namespace, options: list[str]) -> int:

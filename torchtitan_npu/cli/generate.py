@@ -123,14 +123,8 @@ def continue_texts(args: argparse.Namespace, model: Any, texts: list[str]) -> in
             continue
         with Progress(f"generate: continuing prompt {first + 1} of {len(prompts)}") as progress:
             result = generate(model, batch, sampling, first, use_cache=not args.no_cache, progress=progress)
-        for prompt, tokens in zip(texts[first:], result.tokens, strict=False):
-            if is_first_rank:
-                print_text(prompt, model.tokenizer.decode(tokens), tokens, args.json)
+        for prompt, tokens in zip(texts[first:], result.tokens, strict=False) if is_first_rank else ():
+            text = model.tokenizer.decode(tokens)
+            row = {"prompt": prompt, "text": text, "tokens": tokens}
+            print(json.dumps(row, ensure_ascii=False) if args.json else f"{prompt}{text}", flush=True)
     return 0
-
-
-def print_text(prompt: str, text: str, tokens: list[int], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}, ensure_ascii=False), flush=True)
-    else:
-        print(f"{prompt}{text}", flush=True)

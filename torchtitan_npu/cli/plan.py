@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import warnings
@@ -26,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from torchtitan_npu.chips import DEFAULT_CHIP, find_chip
-from torchtitan_npu.cli.arguments import OneLineParser, memory_size
+from torchtitan_npu.cli.arguments import OneLineParser, memory_size, without_log
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.progress import Progress
 
@@ -60,17 +59,14 @@ def main(argv: list[str]) -> int:
     from torchtitan_npu import platform
 
     platform.prepare()
-    logging.disable(logging.WARNING)  # TorchTitan logs the start of every dry run
     try:
-        with warnings.catch_warnings(action="ignore"), platform.job_for(args.backend):
+        with without_log(), warnings.catch_warnings(action="ignore"), platform.job_for(args.backend):
             return run(args, options, console)
     except UsageError as error:
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)  # the same line as in training
         if args.json and not unwritable(args.json):
             args.json.write_text(json.dumps({"error": str(error)}) + "\n")
         return 2
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def check_options(args: argparse.Namespace) -> None:

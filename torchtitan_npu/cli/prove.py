@@ -32,7 +32,6 @@ Exit code 0: some draws are equal, and none differs, fails or times out. 1: othe
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
 import time
@@ -42,7 +41,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_npu.cli.arguments import OneLineParser
+from torchtitan_npu.cli.arguments import OneLineParser, without_log
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.progress import Progress, waiting_for
 
@@ -106,15 +105,12 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 
     platform.use_cpu()
     platform.prepare()
-    logging.disable(logging.WARNING)  # TorchTitan logs the start of every job
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with without_log(), tempfile.TemporaryDirectory() as folder:
             return run(args, Path(folder), run_on_ranks)
     except UsageError as error:
         print(f"torchtitan_npu: error: {error}", file=sys.stderr)
         return 2
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:

@@ -28,6 +28,9 @@ class Conflict:
         return f"{self.why}; {self.advice}"
 
 
+Rule = Callable[[Environment], Iterator[Conflict]]
+
+
 def find_conflicts(environment: Environment) -> list[Conflict]:
     """Return every conflict in ``environment``."""
     return [conflict for rule in RULES for conflict in rule(environment)]
@@ -77,15 +80,20 @@ def allocator(environment: Environment) -> Iterator[Conflict]:
         )
 
 
-def cuda_allocator(environment: Environment) -> Iterator[Conflict]:
-    """PYTORCH_CUDA_ALLOC_CONF is the old name of PYTORCH_ALLOC_CONF."""
-    old, new = (environment.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if None not in (old, new) and old != new:
-        yield Conflict(
-            ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
-            "PYTORCH_CUDA_ALLOC_CONF is the old name of PYTORCH_ALLOC_CONF, and they differ",
-            "keep PYTORCH_ALLOC_CONF",
-        )
+OLD_NAMES = {
+    "PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "keep PYTORCH_ALLOC_CONF"),
+    "HCCL_ASYNC_ERROR_HANDLING": ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "unset HCCL_ASYNC_ERROR_HANDLING"),
+    "HCCL_DESYNC_DEBUG": ("TORCH_HCCL_DESYNC_DEBUG", "unset HCCL_DESYNC_DEBUG"),
+    "HCCL_BLOCKING_WAIT": ("TORCH_HCCL_BLOCKING_WAIT", "unset HCCL_BLOCKING_WAIT"),
+}
+
+
+def renamed(environment: Environment) -> Iterator[Conflict]:
+    """torch and torch_npu still read the old name, with a warning."""
+    for old, (new, advice) in OLD_NAMES.items():
+        values = environment.get(old), environment.get(new)
+        if None not in values and values[0] != values[1]:
+            yield Conflict((old, new), f"{old} is the old name of {new}, and they differ", advice)
 
 
 def collectives(environment: Environment) -> Iterator[Conflict]:
@@ -104,16 +112,6 @@ def collectives(environment: Environment) -> Iterator[Conflict]:
                 ("HCCL_ALGO",),
                 f"HCCL_ALGO sets {algorithm.strip()!r} within a server (level0), where HCCL accepts only NA",
                 "write level0:NA",
-            )
-
-
-def renamed(environment: Environment) -> Iterator[Conflict]:
-    """torch_npu still reads the old name, with a warning."""
-    for name in ("HCCL_ASYNC_ERROR_HANDLING", "HCCL_DESYNC_DEBUG", "HCCL_BLOCKING_WAIT"):
-        old, new = environment.get(name), environment.get(f"TORCH_{name}")
-        if None not in (old, new) and old != new:
-            yield Conflict(
-                (name, f"TORCH_{name}"), f"{name} is the old name of TORCH_{name}, and they differ", f"unset {name}"
             )
 
 
@@ -137,14 +135,7 @@ def allowed_values(environment: Environment) -> Iterator[Conflict]:
             yield Conflict((name,), f"{name}={value} is not an integer above 0", "correct or unset it")
 
 
-RULES: tuple[Callable[[Environment], Iterator[Conflict]], ...] = (
-    task_queue,
-    allocator,
-    cuda_allocator,
-    collectives,
-    renamed,
-    allowed_values,
-)
+RULES: tuple[Rule, ...] = (task_queue, allocator, renamed, collectives, allowed_values)
 
 
 def find_cautions(environment: Environment) -> Iterator[Conflict]:

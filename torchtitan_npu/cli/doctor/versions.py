@@ -158,26 +158,18 @@ BROKEN = (
 
 def check_imports() -> Iterator[Finding]:
     """Check the training entry, and torchao, which only the converters ``quantize.*`` import, in parallel."""
-    processes = {module: start_import(module) for module in STATUS_OF_FAILURE}
-    errors = {module: import_error(process) for module, process in processes.items()}
-    for module, error in errors.items():
-        if error is None:
+    processes = {}
+    for module in STATUS_OF_FAILURE:
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}"]
+        processes[module] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    errors = {module: process.communicate()[1] for module, process in processes.items()}
+    for module, process in processes.items():
+        if process.returncode == 0:
             yield green(f"import {module}", "loads")
         else:
+            error = error_in(errors[module], process.returncode)
             missing = error.startswith("ModuleNotFoundError")
             yield STATUS_OF_FAILURE[module](f"import {module}", error, MISSING if missing else BROKEN)
-
-
-def import_error(process: subprocess.Popen[str]) -> str | None:
-    """Wait for the end of ``process``. Return its error in one line with the file, or None."""
-    stderr = process.communicate()[1]
-    return error_in(stderr, process.returncode) if process.returncode else None
-
-
-def start_import(module: str) -> subprocess.Popen[str]:
-    """Start to import ``module`` in another process."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def error_in(stderr: str, code: int) -> str:

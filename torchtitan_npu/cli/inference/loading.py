@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 
+from torchtitan_npu.cli.arguments import without_log
 from torchtitan_npu.cli.inference.kv_cache import CachedTokens, attach_caches
 from torchtitan_npu.components.checkpoint.folder import METADATA
 from torchtitan_npu.components.checkpoint.loading import load_weights
@@ -110,13 +110,12 @@ def logits_of(model: Any, selected: slice) -> Iterator[None]:
 @contextmanager
 def quiet_session() -> Iterator[None]:
     """Run a command without TorchTitan's log, and destroy the process group that :func:`load_model` created."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with without_log():
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def read_config(file: str, options: list[str]) -> JobConfig:
