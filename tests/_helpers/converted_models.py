@@ -15,7 +15,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
-from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.config.sections import Npu
 
 torchtitan_npu.register()
 

@@ -28,7 +28,7 @@ from tests._helpers.converted_models import (
 )
 from tests._helpers.moe_layers import ROUNDINGS, build_moe, call, call_exact, in_dtype, tokens
 from torchtitan_npu.chips import CHIPS
-from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.config.sections import Npu
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.gating import SERIES_WITH_GRADIENT, NpuRouter, chip_error
 from torchtitan_npu.emulator.limits import documented_limits

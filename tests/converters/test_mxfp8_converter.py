@@ -17,8 +17,7 @@ from tests._helpers.converted_models import BATCH, LAYOUT, SEQUENCE, build, buil
 from tests._helpers.deepseek_v32_models import start_batch
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.chips import CHIPS
-from torchtitan_npu.config.model_sections import Mxfp8
-from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.config.sections import Mxfp8, Npu
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.gmm import NpuGroupedExperts
 from torchtitan_npu.converters.mxfp8 import NpuMxLinear, chip_error, linear_limit_errors

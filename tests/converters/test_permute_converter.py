@@ -36,7 +36,7 @@ from tests._helpers.converted_models import (
     step,
 )
 from tests._helpers.moe_layers import DIM, ROUNDINGS, build_moe, call, call_exact, in_dtype, output_gradient, tokens
-from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.config.sections import Npu
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.permute import NpuMoE, NpuTokenReorderer
 from torchtitan_npu.errors import UsageError

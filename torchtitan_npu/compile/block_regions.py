@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_npu.compile.backend import bypass_codegen, make_backend
 from torchtitan_npu.compile.passes import GraphPasses
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpoint_wrapper
 from torchtitan_npu.torch_internals.distributed import waited
 
@@ -40,7 +40,7 @@ def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:
     """
     if not models or "model" not in job_config.compile.components:
         return
-    npu = npu_options(job_config)
+    npu = with_all_sections(job_config).npu
     passes = GraphPasses(npu.graph_passes, npu.sp_min_tokens, npu.sp_whole_inputs, npu.strict_limits)
     for model in models:
         model.graph_passes = passes  # for the report after the first step

@@ -27,8 +27,8 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 import torchtitan_npu.components.corpus  # noqa: F401  registers the shipped corpora
 from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
 from torchtitan_npu.components.user_data.packing import PackedRows, Sample, build_rows
-from torchtitan_npu.config.data import USER_DATASETS
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
+from torchtitan_npu.config.sections import USER_DATASETS
 from torchtitan_npu.config.titan_sections import check_data_workers
 from torchtitan_npu.errors import UsageError
 
@@ -46,7 +46,7 @@ def build_text_dataloader(
     Neoverse-N1. A job that consumes more over all its ranks sets ``npu.layout_independent_data = false`` to get
     TorchTitan's loader, which splits the documents among the ranks.
     """
-    if not npu_options(job_config).layout_independent_data:
+    if not with_all_sections(job_config).npu.layout_independent_data:
         return text_datasets.build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     return _build("training", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
@@ -58,7 +58,7 @@ def build_text_validation_dataloader(
 
     It yields the same batches at every validation, and as many on every rank.
     """
-    if not npu_options(job_config).layout_independent_data:
+    if not with_all_sections(job_config).npu.layout_independent_data:
         return text_datasets.build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     return _build("validation", dp_world_size, dp_rank, tokenizer, job_config, infinite)
 
@@ -78,6 +78,15 @@ def _build(
         samples = SampleStream(config.dataset, config.dataset_path, tokenizer, config.seq_len, infinite=infinite)
     batches = RankBatches(samples, dp_rank, dp_world_size, config.local_batch_size)
     return LayoutIndependentDataLoader(batches, restart=section == "validation", **options)
+
+
+def check_data_workers(name: str, section: Any) -> None:
+    """Raise if the loader of ``section`` has more than one worker, each of which would read the complete stream."""
+    if (workers := section.dataloader.num_workers) > 1 and section.dataset.lower() not in USER_DATASETS:
+        raise UsageError(
+            f"{name}.dataloader.num_workers is {workers}; it must be 0 or 1, since every worker would read the "
+            "complete stream (with npu.layout_independent_data = false TorchTitan's loader can have more)"
+        )
 
 
 def worker_options(section: str, job_config: JobConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.components.optimizers import SwapContainer
 from torchtitan_npu.components.replay.replayer import Replayer, flip_summary
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.layers.auxiliary_loss import AuxiliaryLoss, auxiliary_losses
 from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.titan_internals.hooks import build_metric_logger
@@ -92,7 +92,7 @@ def peak_flops(job_config: JobConfig) -> Callable[[str], float]:
 
     It is nan for an NPU without a number.
     """
-    tflops = npu_options(job_config).peak_tflops
+    tflops = with_all_sections(job_config).npu.peak_tflops
 
     def peak(device: str) -> float:
         if tflops:

@@ -1,15 +1,13 @@
 """TorchTitan's JobConfig with the sections, keys and defaults of this package."""
 
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from torchtitan.config import JobConfig as TitanJobConfig
 from torchtitan.config.job_config import Debug as TitanDebug
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.data import Data
-from torchtitan_npu.config.model_sections import Dsa, Mtp, Mxfp8, Replay
-from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.config.sections import Data, Dsa, Mtp, Mxfp8, Npu, Replay
 from torchtitan_npu.config.titan_sections import Checkpoint, Comm, Optimizer, Parallelism, Profiling, Training
 
 
@@ -36,37 +34,15 @@ class JobConfig(TitanJobConfig):
     replay: Replay = field(default_factory=Replay)
 
 
-def npu_options(job_config: TitanJobConfig) -> Npu:
-    """Return the job's ``[npu]`` section, or its defaults for a config that TorchTitan's own entry has parsed."""
-    return getattr(job_config, "npu", None) or Npu()
+def with_all_sections(config: TitanJobConfig) -> JobConfig:
+    """Return ``config`` with this package's sections: with their defaults if TorchTitan's own entry has parsed it."""
+    if isinstance(config, JobConfig):
+        return config
+    names = {field.name for field in fields(JobConfig)}
+    return JobConfig(**{name: section for name, section in vars(config).items() if name in names})
 
 
-def compiles_blocks(job_config: TitanJobConfig) -> bool:
+def compiles_blocks(config: TitanJobConfig) -> bool:
     """Return whether this package compiles the model's blocks. TorchTitan takes neither a backend object nor a pass."""
-    npu = npu_options(job_config)
-    return job_config.compile.enable and (npu.bypass_codegen != "off" or bool(npu.graph_passes))
-
-
-def data_options(job_config: TitanJobConfig) -> Data:
-    """Return the job's ``[data]`` section, or its defaults."""
-    return getattr(job_config, "data", None) or Data()
-
-
-def dsa_options(job_config: TitanJobConfig) -> Dsa:
-    """Return the job's ``[dsa]`` section, or its defaults."""
-    return getattr(job_config, "dsa", None) or Dsa()
-
-
-def mtp_options(job_config: TitanJobConfig) -> Mtp:
-    """Return the job's ``[mtp]`` section, or its defaults."""
-    return getattr(job_config, "mtp", None) or Mtp()
-
-
-def mxfp8_options(job_config: TitanJobConfig) -> Mxfp8:
-    """Return the job's ``[mxfp8]`` section, or its defaults."""
-    return getattr(job_config, "mxfp8", None) or Mxfp8()
-
-
-def replay_options(job_config: TitanJobConfig) -> Replay:
-    """Return the job's ``[replay]`` section, or its defaults."""
-    return getattr(job_config, "replay", None) or Replay()
+    npu = with_all_sections(config).npu
+    return config.compile.enable and (npu.bypass_codegen != "off" or bool(npu.graph_passes))

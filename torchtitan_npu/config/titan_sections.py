@@ -3,7 +3,7 @@
 # no `from __future__ import annotations`: TorchTitan and tyro read the field types
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan.config.job_config import Checkpoint as TitanCheckpoint
 from torchtitan.config.job_config import Comm as TitanComm
@@ -26,7 +26,6 @@ from torchtitan_npu.config.allowed import (
     Text,
     check_known,
 )
-from torchtitan_npu.config.data import USER_DATASETS
 from torchtitan_npu.errors import UsageError
 
 DATASET_KEYS: dict[str, Allowed] = {
@@ -62,15 +61,6 @@ class Training(TitanTraining):
     skip_nonfinite_steps: bool = False
     """Skip the update of such a step and continue, until there are `max_nonfinite_steps` of them in a row, at least
     2."""
-
-
-def check_data_workers(name: str, section: Any) -> None:
-    """Raise if the loader of ``section`` has more than one worker, each of which would read the complete stream."""
-    if (workers := section.dataloader.num_workers) > 1 and section.dataset.lower() not in USER_DATASETS:
-        raise UsageError(
-            f"{name}.dataloader.num_workers is {workers}; it must be 0 or 1, since every worker would read the "
-            "complete stream (with npu.layout_independent_data = false TorchTitan's loader can have more)"
-        )
 
 
 OPTIMIZER: dict[str, Allowed] = {
@@ -171,10 +161,10 @@ class Comm(TitanComm):
     NPUs."""
 
 
-def hccl_buffers(comm: TitanComm) -> dict[str, int]:
+def hccl_buffers(comm: Comm) -> dict[str, int]:
     """Return the MiB of each mesh dimension that ``comm.hccl_buffers`` lists."""
     found: dict[str, int] = {}
-    for entry in getattr(comm, "hccl_buffers", ()):
+    for entry in comm.hccl_buffers:
         name, equals, size = entry.partition("=")
         if not equals or not size.isdecimal():
             raise UsageError(f'comm.hccl_buffers: {entry!r} is not DIMENSION=MIB, such as "ep=400"')

@@ -7,9 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torchtitan_npu.config.allowed import LINE, MODULE, NAME, PATH, Allowed, ListOf, Number, OneOf, Text
-from torchtitan_npu.config.data import DATA_SECTION
-from torchtitan_npu.config.model_sections import DSA, MTP, MXFP8, REPLAY
-from torchtitan_npu.config.npu import NPU
+from torchtitan_npu.config.sections import DATA, DSA, MTP, MXFP8, NPU, REPLAY
 from torchtitan_npu.config.titan_sections import (
     CHECKPOINT,
     COMM,
@@ -30,7 +28,7 @@ SECTIONS: dict[str, dict[str, Allowed]] = {
     "checkpoint": CHECKPOINT,
     "comm": COMM,
     "compile": {"components": ListOf(OneOf(("model", "loss"))), "backend": NAME},
-    "data": DATA_SECTION,
+    "data": DATA,
     "debug": {"seed": Number(0, 2**63 - 1)},
     "dsa": DSA,
     "experimental": {"custom_import": MODULE, "custom_args_module": MODULE},

@@ -21,7 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 
 from torchtitan_npu import cann, platform
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
 
@@ -47,12 +47,12 @@ class Converter(ABC):
     """The results differ by rounding in the dtypes of the job only."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
-        self.job_config = job_config
+        self.job_config = with_all_sections(job_config)
         self.parallel_dims = parallel_dims
 
     @abstractmethod
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the modules to replace, each once, with its name."""
+        """Return (fqn, module) pairs to replace, without duplicates."""
 
     @abstractmethod
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
@@ -132,7 +132,7 @@ class Converter(ABC):
         message = f"{self.name}: not supported by the NPU kernel: {errors[0]}"
         if len(errors) > 1:
             message += f" (and {len(errors) - 1} more)"
-        if npu_options(self.job_config).strict_limits or platform.job_backend() == "npu":
+        if self.job_config.npu.strict_limits or platform.job_backend() == "npu":
             raise UsageError(message)
         return message
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, convert_module, modules_of_type, register
 from torchtitan_npu.converters.rope import rotated
 from torchtitan_npu.errors import UsageError
@@ -160,5 +159,5 @@ class MRoPEConverter(Converter):
         if isinstance(module, MRoPERotation):
             return convert_module(module, NpuMRoPERotation)
         tables = convert_module(module, NpuMRoPETables)
-        tables.in_training = npu_options(self.job_config).mrope_in_training
+        tables.in_training = self.job_config.npu.mrope_in_training
         return tables

@@ -15,7 +15,6 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu import platform
 from torchtitan_npu.chips import CHIPS
-from torchtitan_npu.config.job_config import mxfp8_options, npu_options
 from torchtitan_npu.converters.base import Converter, convert_module, register, summary
 from torchtitan_npu.converters.gmm import REPLACEMENTS, NpuGroupedExperts, product_dtype
 from torchtitan_npu.errors import UsageError
@@ -102,7 +101,7 @@ class Mxfp8Converter(Converter):
 
     def recipe(self) -> Recipe:
         """Return the recipe of the job's options."""
-        options = mxfp8_options(self.job_config)
+        options = self.job_config.mxfp8
         return Recipe(
             scale_alg=1 if "rceil" in options.recipe_name else 0,
             round_mode=options.round_mode,
@@ -135,7 +134,7 @@ class Mxfp8Converter(Converter):
 
     def candidates(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         """Yield name, module and the reason not to quantize it, or ``None``, of all linear layers and experts."""
-        options = mxfp8_options(self.job_config)
+        options = self.job_config.mxfp8
         for fqn, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 wanted, known, sizes = options.linear, type(module) is nn.Linear, module.weight.shape
@@ -147,7 +146,7 @@ class Mxfp8Converter(Converter):
                 continue
             parent, _, name = fqn.rpartition(".")
             direct = getattr(model.get_submodule(parent), "weights_read_directly", ())
-            chunked = fqn == "output" and npu_options(self.job_config).loss_chunk_tokens > 0
+            chunked = fqn == "output" and self.job_config.npu.loss_chunk_tokens > 0
             excluded = next((part for part in options.filter_fqns if part in fqn), None)
             reason = None
             if not wanted:

@@ -16,7 +16,6 @@ from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu import platform
-from torchtitan_npu.config.job_config import npu_options
 from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops import OPS
@@ -154,7 +153,7 @@ class PermuteConverter(Converter):
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         moe = swap_forward(module, NpuMoE)
-        moe.combine_dtype = npu_options(self.job_config).moe_combine_dtype
+        moe.combine_dtype = self.job_config.npu.moe_combine_dtype
         reorderer = type(moe.reorderer)
         if reorderer.forward is not TokenReorderer.forward:
             raise UsageError(

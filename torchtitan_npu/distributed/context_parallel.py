@@ -19,7 +19,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module, prepare_context_parallel_input
 
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.dist_utils import Microbatches, SequenceSplit
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS, positions_in_documents
 
@@ -100,7 +100,7 @@ WITHOUT_ATTENTION = {apply_cp_to_attention_module: lambda *args: None}
 
 def context_class(job_config: JobConfig, model: nn.Module) -> type[ContextParallel] | None:
     """Return the class that ``npu.context_parallel`` names, or else that of the model."""
-    if name := npu_options(job_config).context_parallel:
+    if name := with_all_sections(job_config).npu.context_parallel:
         module_name, _, class_name = name.partition(":")
         return getattr(importlib.import_module(module_name), class_name)
     return getattr(model, "context_parallel_class", None)

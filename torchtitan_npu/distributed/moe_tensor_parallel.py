@@ -35,7 +35,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.distributed.expert_parallel import fused_styles
 from torchtitan_npu.titan_internals.rebind import copy_with_globals, refers_to
 
@@ -46,7 +46,8 @@ def uses_sequence_parallel_moe(parallelize: ParallelizeFunction, dims: ParallelD
     Expert parallel spans the tensor-parallel ranks then. gpt_oss has another plan.
     """
     spans = dims.tp_enabled and dims.ep_enabled and not dims.etp_enabled
-    return spans and npu_options(job_config).moe_sequence_parallel and bool(refers_to(parallelize, [apply_moe_ep_tp]))
+    options = with_all_sections(job_config).npu
+    return spans and options.moe_sequence_parallel and bool(refers_to(parallelize, [apply_moe_ep_tp]))
 
 
 def sequence_parallel_moe(model: nn.Module) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_npu.config.job_config import JobConfig, npu_options
+from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.titan_sections import hccl_buffers
 from torchtitan_npu.planner.dry_run import DryRun, dry_run_rank
 from torchtitan_npu.planner.layout import (
@@ -171,7 +171,7 @@ class Estimator:
         moe_layers = sum(self.parameters[name].experts > 0 for name in modules)
         moe: Any = getattr(args, "moe_args", None)
         blocks = 2 * layers
-        if moe and ep > 1 and ranks["etp"] == 1 and npu_options(config).moe_sequence_parallel:
+        if moe and ep > 1 and ranks["etp"] == 1 and config.npu.moe_sequence_parallel:
             blocks -= moe_layers * (moe.num_shared_experts == 0)
         # The backward pass may repeat the gathers of a part of the layers, and their other collectives.
         ac, gathers, scatters = config.activation_checkpoint, 0.0, 0.0

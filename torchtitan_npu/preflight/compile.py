@@ -9,7 +9,7 @@ from torchtitan_npu import platform
 from torchtitan_npu.compile.passes import PASSES
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.job_config import compiles_blocks
-from torchtitan_npu.config.npu import Npu
+from torchtitan_npu.config.sections import Npu
 from torchtitan_npu.distributed import matmul_sharding
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.preflight.job_context import JobContext, check_adapted, check_not_on_cpu, first_set

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.replay.record_files import header_difference, naming_the_option, read_header
-from torchtitan_npu.config.model_sections import Mxfp8
+from torchtitan_npu.config.sections import Mxfp8
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.files import check_writable

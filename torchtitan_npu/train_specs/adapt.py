@@ -37,7 +37,7 @@ from torchtitan_npu.components.metrics import MetricsProcessor
 from torchtitan_npu.components.optimizers import adapted_optimizers
 from torchtitan_npu.components.replay.install import install_routing_decisions
 from torchtitan_npu.components.validation import Validator
-from torchtitan_npu.config.job_config import compiles_blocks, npu_options, replay_options
+from torchtitan_npu.config.job_config import compiles_blocks, with_all_sections
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.distributed.activation_checkpoint import CHECKPOINTING
 from torchtitan_npu.distributed.context_parallel import WITHOUT_ATTENTION, apply_context_parallel
@@ -90,7 +90,7 @@ def per_token(build_loss_fn: LossFunctionBuilder) -> LossFunctionBuilder:
     """Return a builder of the loss per token: of the loss that ``build_loss_fn`` builds, or in chunks of tokens."""
 
     def build_loss(job_config: JobConfig, **kwargs: Any) -> LossPerToken:
-        chunk_tokens = npu_options(job_config).loss_chunk_tokens
+        chunk_tokens = with_all_sections(job_config).npu.loss_chunk_tokens
         if not chunk_tokens:
             return LossPerToken(build_loss_fn(_titan_config(job_config), **kwargs))
         if build_loss_fn is not build_cross_entropy_loss:
@@ -159,9 +159,9 @@ def corrected(plan: ParallelizeFunction) -> ParallelizeFunction:
         _require_our_trainer(dims)
         if backend != "cuda":
             _disable_grouped_mm(model)
-        if npu_options(job_config).loss_chunk_tokens:
+        if with_all_sections(job_config).npu.loss_chunk_tokens:
             defer_output(model)
-        if replay_options(job_config).is_used:
+        if with_all_sections(job_config).replay.is_used:
             install_routing_decisions(model, job_config.training.seq_len)
         replacements: dict[Any, Any] = {**CHECKPOINTING}
         if apply_context_parallel(model, job_config, dims):

@@ -26,7 +26,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_npu.components.checkpoint.restricted_pickle import DAMAGE
 from torchtitan_npu.config.job_config import JobConfig
-from torchtitan_npu.config.model_sections import MTP
+from torchtitan_npu.config.sections import MTP
 from torchtitan_npu.config.titan_sections import TRAINING
 from torchtitan_npu.errors import UsageError, did_you_mean
 from torchtitan_npu.preflight.job_context import build_on_meta

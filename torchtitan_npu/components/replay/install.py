@@ -13,7 +13,7 @@ from torchtitan.models.moe.moe import MoE, TokenChoiceTopKRouter
 from torchtitan_npu.components.replay.record_files import EXPERTS, KEYS
 from torchtitan_npu.components.replay.replayer import Replayer
 from torchtitan_npu.components.replay.session import Recorder, ReplaySession, job_header, layers_of
-from torchtitan_npu.config.job_config import JobConfig, replay_options
+from torchtitan_npu.config.job_config import JobConfig, with_all_sections
 from torchtitan_npu.converters.base import replace_modules, swap_forward
 from torchtitan_npu.converters.gating import EPSILON, NpuRouter
 from torchtitan_npu.errors import UsageError
@@ -54,7 +54,7 @@ def start_session(
     job_config: JobConfig, dims: ParallelDims, model_parts: Sequence[nn.Module], model_args: Any, batches_per_step: int
 ) -> ReplaySession | None:
     """Return the session of a job that records or replays, or ``None``. Its model has been parallelized."""
-    options = replay_options(job_config)
+    options = with_all_sections(job_config).replay
     if not options.is_used:
         return None
     for part in model_parts:

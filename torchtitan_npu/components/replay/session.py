@@ -30,7 +30,7 @@ from torchtitan_npu.components.replay.record_files import (
     width,
     write_header,
 )
-from torchtitan_npu.config.job_config import JobConfig, dsa_options
+from torchtitan_npu.config.job_config import JobConfig, with_all_sections
 from torchtitan_npu.dist_utils import gather, new_file_group
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import positions_in_documents
@@ -180,7 +180,7 @@ def layers_of(decisions: Sequence[RoutingDecisions]) -> Layers:
 def job_header(job_config: JobConfig, model_args: Any, layers: Layers) -> Any:
     """Return the header of a record of this job. A job with another header cannot replay it."""
     model = {name: getattr(model_args, name, None) for name in ("n_layers", "dim", "vocab_size")}
-    model |= {"name": job_config.model.name, "document_mask": dsa_options(job_config).document_mask}
+    model |= {"name": job_config.model.name, "document_mask": with_all_sections(job_config).dsa.document_mask}
     return header_of(model, job_config.training.seq_len, layers)
 
 

@@ -28,8 +28,8 @@ from torchtitan_npu.components.user_data.documents import (
 )
 from torchtitan_npu.components.user_data.files import BadRecord, RecordFile, open_files
 from torchtitan_npu.components.user_data.order import FIRST, Location, Mixture, RecordSource, State
-from torchtitan_npu.config.data import USER_DATASETS, Data
-from torchtitan_npu.config.job_config import data_options
+from torchtitan_npu.config.job_config import with_all_sections
+from torchtitan_npu.config.sections import USER_DATASETS, Data
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import DOCUMENT_ENDS
 from torchtitan_npu.log import log_on_first_rank
@@ -250,7 +250,7 @@ def build_rows(
 
     Raise :class:`UsageError` if files are missing, or their first record cannot be used.
     """
-    config, options = getattr(job_config, section), data_options(job_config)
+    config, options = getattr(job_config, section), with_all_sections(job_config).data
     is_chat = config.dataset.lower() == "chat"
     if is_chat and not hasattr(job_config, "data"):  # TorchTitan's Trainer would pass the document ends to the model
         raise UsageError(f'{section}.dataset "chat" needs this package\'s entry, -m torchtitan_npu.train')

@@ -12,7 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
-from torchtitan_npu.config.job_config import Dsa, dsa_options, mtp_options, npu_options
+from torchtitan_npu.config.job_config import Dsa, with_all_sections
 from torchtitan_npu.errors import UsageError
 
 INDEX = ("index_q", "index_k", "index_weights")
@@ -163,16 +163,18 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
 
     def check_job(self, job_config: JobConfig) -> None:
         """Raise :class:`UsageError` for options of a job that the model does not support, before the start."""
-        warmup = dsa_options(job_config).stage == "warmup"  # args do not have the job's options yet
+        config = with_all_sections(job_config)
+        warmup = config.dsa.stage == "warmup"  # args do not have the job's options yet
         for key in ("tensor_parallel_degree", "context_parallel_degree"):
             if getattr(job_config.parallelism, key) > 1 and not (self.absorb or warmup):
                 raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")
-        if npu_options(job_config).device_graphs:
+        if config.npu.device_graphs:
             self._check_device_graphs(job_config)
 
     def _check_device_graphs(self, job_config: JobConfig) -> None:
         """Raise if a layer has arguments or results that a device graph does not take."""
-        mtp_layers, masked = mtp_options(job_config).layers, dsa_options(job_config).document_mask
+        config = with_all_sections(job_config)
+        mtp_layers, masked = config.mtp.layers, config.dsa.document_mask
         shares = "S" in self.index_topk_pattern
         reasons = {
             "dsa.document_mask = true: the host finds the documents of each batch": masked,
@@ -188,8 +190,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         self.seq_len = job_config.training.seq_len
         # TorchTitan skips YaRN up to original_seq_len tokens; the released model always applies it
         self.max_seq_len = max(self.seq_len, self.original_seq_len + 1)
-        self._choose_stage(dsa_options(job_config), job_config)
-        mtp = mtp_options(job_config)
+        config = with_all_sections(job_config)
+        self._choose_stage(config.dsa, job_config)
+        mtp = config.mtp
         self.n_mtp_layers, self.mtp_loss_weight = mtp.layers, mtp.loss_weight
 
     def _choose_stage(self, dsa: Dsa, job_config: JobConfig) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
-from torchtitan_npu.config.job_config import npu_options
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import SEEDS
 from torchtitan_npu.ops.mrope import section_problem
@@ -116,7 +116,7 @@ class Qwen3VLModelArgs(Qwen3ModelArgs):
         """Check the options of datasets of pictures."""
         for name in ("training", "validation") if job_config.validation.enable else ("training",):
             dataset = getattr(job_config, name).dataset
-            if dataset.lower() in SEEDS and not npu_options(job_config).layout_independent_data:
+            if dataset.lower() in SEEDS and not with_all_sections(job_config).npu.layout_independent_data:
                 raise UsageError(
                     f"npu.layout_independent_data must be true with {name}.dataset {dataset!r}: every rank draws its "
                     "own rows, and TorchTitan's loader splits a stream"
