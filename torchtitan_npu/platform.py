@@ -202,10 +202,10 @@ def _shard_cpu_attention() -> None:
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
     def attention(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
-        rest = [None] * 2
-        return [([p, p], [p, p, p, *rest]) for p in (Replicate(), Shard(0), Shard(1))]
+        no_placement = [None] * 2
+        return [([p, p], [p, p, p, *no_placement]) for p in (Replicate(), Shard(0), Shard(1))]
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     def backward(dy, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
-        rest = [None] * 2
-        return [([p] * 3, [p] * 6 + rest) for p in (Replicate(), Shard(0), Shard(1))]
+        no_placement = [None] * 2
+        return [([p] * 3, [p] * 6 + no_placement) for p in (Replicate(), Shard(0), Shard(1))]

@@ -125,7 +125,7 @@ def _train(config: JobConfig, monitor: RankMonitor | None = None) -> None:
 
 
 def usage_error(failure: BaseException | None) -> UsageError | None:
-    """Return the error of our backend or graph passes, which torch.compile and pipeline stages wrap in their own."""
+    """Return the error of this package's backend or graph passes, which torch.compile and pipeline stages wrap."""
     while failure is not None:
         if isinstance(failure, UsageError):
             return failure

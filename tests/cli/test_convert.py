@@ -188,10 +188,10 @@ def test_conversion_takes_a_fraction_of_the_model_in_memory(tmp_path: Path, monk
     pieces = cut(build(*RELEASED))
     model = sum(value.nbytes for value in theirs.values())
     stacked, rest = (
-        max(sum(theirs[name].nbytes for name in piece.theirs) for piece in pieces if piece.stacked == is_stacked)
+        max(sum(theirs[name].nbytes for name in piece.hf) for piece in pieces if piece.stacked == is_stacked)
         for is_stacked in (True, False)
     )
-    expert = max(theirs[name].nbytes for piece in pieces if piece.stacked for name in piece.theirs)
+    expert = max(theirs[name].nbytes for piece in pieces if piece.stacked for name in piece.hf)
     with NewMemory() as there:
         assert main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "dcp"), *options(RELEASED)]) == 0
     # DCP keeps the last chunk of each tensor in a file, here three, and one weight is in flight.

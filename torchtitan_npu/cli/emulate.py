@@ -165,10 +165,10 @@ def run(command: list[str], environment: dict[str, str]) -> int:
 def resolve(command: list[str], path: str) -> list[str]:
     """Return the command with the full path of its program."""
     name, *arguments = command
-    own = shutil.which(name, path=str(Path(sys.executable).parent))
-    if own is None and name in MODULES:
+    beside_python = shutil.which(name, path=str(Path(sys.executable).parent))
+    if beside_python is None and name in MODULES:
         return [sys.executable, "-m", MODULES[name], *arguments]
-    program = own or shutil.which(name, path=path)
+    program = beside_python or shutil.which(name, path=path)
     if program is None:
         raise UsageError(f"there is no program {name}")
     return [program, *arguments]

@@ -1,4 +1,4 @@
-"""The command ``torchtitan-npu``: run the subcommand with the rest of the command line."""
+"""The command ``torchtitan-npu``: run the subcommand named first."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2
-    name, *rest = argv
+    name, *arguments = argv
     if name not in COMMANDS:
         from torchtitan_npu.errors import did_you_mean
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         # Imported only now: the doctor must run where torch does not load.
-        code = command_module(name).main(rest)
+        code = command_module(name).main(arguments)
         sys.stdout.flush()
         return code
     except ModuleNotFoundError as error:

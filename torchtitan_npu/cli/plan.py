@@ -87,9 +87,9 @@ def check_options(args: argparse.Namespace) -> None:
     if args.search:
         from torchtitan_npu.planner.dry_run_ranks import REPRESENTATIVE
 
-        given = {"--picture": args.picture, "--rank": args.rank not in REPRESENTATIVE, "--no-advice": args.no_advice}
-        for name, is_given in given.items():
-            if is_given:
+        excluded = {"--picture": args.picture, "--rank": args.rank not in REPRESENTATIVE, "--no-advice": args.no_advice}
+        for name, is_set in excluded.items():
+            if is_set:
                 raise UsageError(f"{name} cannot be combined with --search")
     if args.picture:
         from matplotlib.figure import Figure

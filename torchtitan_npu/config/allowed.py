@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torchtitan_npu.errors import UsageError, did_you_mean, shown
 
 LARGEST = 2**31 - 1
-"""The largest integer of a key without its own maximum. Beyond it, time-outs and sizes overflow in torch."""
+"""The largest integer of a key without another maximum. Beyond it, time-outs and sizes overflow in torch."""
 NAME_BYTES, PATH_BYTES = 255, 1000
 """Limits of Linux for a name, and for a path with room for the files that a job writes below it."""
 

@@ -105,7 +105,7 @@ USER_DATASETS = ("text", "chat")
 
 @dataclass
 class Data:
-    """The user's own texts (`training.dataset = "text"`) and conversations (`"chat"`)."""
+    """Texts (`training.dataset = "text"`) and conversations (`"chat"`)."""
 
     paths: list[str] = dataclass_field(default_factory=list)
     """Files and folders of training data, in place of `training.dataset_path`. See [Train on your
@@ -162,7 +162,7 @@ class Dsa:
 
     shared_indexer_loss: bool = True
     """Where several layers share an indexer, train it to predict the mean of their attention weights. If false, those
-    of its own layer."""
+    of the layer that has it."""
 
     document_mask: bool = False
     """Restrict attention to tokens of the same document. A document ends with the tokenizer's end-of-sequence token."""
@@ -219,13 +219,13 @@ REPLAY: dict[str, Allowed] = {"record": FilePath(or_empty=True), "replay": FileP
 
 @dataclass
 class Replay:
-    """Record or replay of discrete choices: the experts of each token, and the keys of sparse attention."""
+    """Record or replay of routing decisions: the experts of each token, and the keys of sparse attention."""
 
     record: str = ""
-    """Write the choices of every training step to this folder. Empty: off."""
+    """Write the routing decisions of every training step to this folder. Empty: off."""
 
     replay: str = ""
-    """Train with the choices that a job has recorded in this folder. Empty: off."""
+    """Train with the routing decisions that a job has recorded in this folder. Empty: off."""
 
     @property
     def is_used(self) -> bool:

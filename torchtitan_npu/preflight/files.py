@@ -20,7 +20,7 @@ from torchtitan_npu.preflight.job_context import JobContext
 
 
 def check_dump_folder(job: JobContext) -> None:
-    """Raise if the job would write its configuration outside its own folder."""
+    """Raise if the job would write its configuration outside its dump folder."""
     folder, name = Path(job.config.job.dump_folder), job.config.job.save_config_file
     if name is None:
         return

@@ -34,10 +34,10 @@ def check_attention(job: JobContext) -> None:
     if "npu_attention" in job.config.model.converters:
         return
     flavors = job.train_spec.model_args.items()
-    others = [name for name, args in flavors if getattr(args, "attn_type", "sdpa") == "sdpa"]
+    trainable = [name for name, args in flavors if getattr(args, "attn_type", "sdpa") == "sdpa"]
     raise UsageError(
         f"model.flavor {job.config.model.flavor!r} has {job.attention} attention, which trains on CUDA only; "
-        f"add npu_attention to model.converters, or choose a flavor that trains here: {', '.join(others) or 'none'}"
+        f"add npu_attention to model.converters, or choose a flavor that trains here: {', '.join(trainable) or 'none'}"
     )
 
 

@@ -13,7 +13,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.preflight.job_context import JobContext
 
 SPLIT_ROWS = {"w1", "w3", "mlp1_weight", "mlp1_bias"}
-"""Expert weights whose rows TorchTitan's expert tensor parallel splits. The others keep all their rows."""
+"""Expert weights whose rows TorchTitan's expert tensor parallel splits. Other weights keep all their rows."""
 
 
 def check_world_size(job: JobContext) -> None:

@@ -26,7 +26,7 @@ DEGREES = {
     "ep": "expert_parallel_degree",
     "etp": "expert_tensor_parallel_degree",
 }
-"""The degrees of a layout and their keys in the section ``parallelism``. EP and ETP reuse the ranks of the others."""
+"""The degrees of a layout and their keys in ``[parallelism]``. EP and ETP reuse the ranks of the other degrees."""
 SPLITTING = ("replicate", "shard", "tp", "cp", "pp")
 """The degrees whose product is the number of ranks."""
 
@@ -98,8 +98,8 @@ class Draws:
         while True:
             model = self.random.choice(self.models)
             degrees = self.random.choice(self.layouts[model.has_experts])
-            rest = {part: self.random.choice(values) for part, values in VALUES.items() if part not in DEGREES}
-            draw = applicable({"model": model.name, **degrees, **rest}, model)
+            options = {part: self.random.choice(values) for part, values in VALUES.items() if part not in DEGREES}
+            draw = applicable({"model": model.name, **degrees, **options}, model)
             if fits(draw, model):
                 return draw
 

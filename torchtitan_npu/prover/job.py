@@ -47,13 +47,13 @@ FIXED: dict[str, Any] = {
 }
 """Settings of every run."""
 TEXT = {"model.hf_assets_path": "torchtitan_npu/assets/tokenizer", "training.dataset": "tiny_corpus"}
-OWN_DATASETS = {"qwen3_vl": "shapes"}
+DATASET_OF_MODEL = {"qwen3_vl": "shapes"}
 SHORTEST = {"shapes": 48}
 """The tokens of the longest picture with its caption, with the shipped tokenizer."""
 DRAWN_SECTIONS = ("parallelism", "compile", "activation_checkpoint")
 UNUSED_SECTIONS = ("checkpoint", "data", "validation", "profiling", "metrics")
 """What a run of three steps without files has no use for."""
-KEPT_KEYS = {"npu": ("context_parallel", "matmul_sharding", "moe_sequence_parallel", "strict_limits")}
+USED_KEYS = {"npu": ("context_parallel", "matmul_sharding", "moe_sequence_parallel", "strict_limits")}
 """The keys of a section that stay. Others depend on the converters and on compilation, which are drawn."""
 DROPPED_KEYS = {"training": ("dataset_path", "enable_cpu_offload"), "model": ("tokenizer_path",)}
 CHECKPOINTING = {
@@ -139,28 +139,28 @@ def tiny_subjects(names: Iterable[str] | None = None) -> list[Subject]:
     found = []
     for name in names or TINY:
         model = TINY[name][0]
-        own = {**TEXT, "model.name": model, "model.flavor": name, "experimental.custom_import": TINY_FLAVORS}
-        if model in OWN_DATASETS:
-            own["training.dataset"] = OWN_DATASETS[model]
+        settings = {**TEXT, "model.name": model, "model.flavor": name, "experimental.custom_import": TINY_FLAVORS}
+        if model in DATASET_OF_MODEL:
+            settings["training.dataset"] = DATASET_OF_MODEL[model]
         documents: dict[str, Any] = {}
         if f"{name}_documents" in get_train_spec(model).model_args:
             documents = {"model.flavor": f"{name}_documents", "model.converters": ["npu_attention"]}
-        found.append(make_subject(name, with_settings({}, own), documents))
+        found.append(make_subject(name, with_settings({}, settings), documents))
     return found
 
 
 def own_subject(path: str, flavor: str | None) -> Subject:
-    """Return the job of a TOML file, with another flavor if one is given, on the shipped texts."""
+    """Return the job of a TOML file, with ``flavor`` if it is set, on the shipped texts."""
     name = parse(path).model.name
     table = {}
     for section, keys in tomli.loads(Path(shipped(path)).read_text()).items():
         if section not in (*DRAWN_SECTIONS, *UNUSED_SECTIONS):
-            kept, dropped = KEPT_KEYS.get(section, keys), DROPPED_KEYS.get(section, ())
-            table[section] = {key: value for key, value in keys.items() if key in kept and key not in dropped}
-    own: dict[str, Any] = {"model.flavor": flavor} if flavor else {}
-    if table.get("training", {}).get("dataset") not in OWN_DATASETS.values():
-        own |= TEXT
-    return make_subject(name, with_settings(table, own), {})
+            used, dropped = USED_KEYS.get(section, keys), DROPPED_KEYS.get(section, ())
+            table[section] = {key: value for key, value in keys.items() if key in used and key not in dropped}
+    settings: dict[str, Any] = {"model.flavor": flavor} if flavor else {}
+    if table.get("training", {}).get("dataset") not in DATASET_OF_MODEL.values():
+        settings |= TEXT
+    return make_subject(name, with_settings(table, settings), {})
 
 
 def make_subject(name: str, table: dict[str, Any], documents: dict[str, Any]) -> Subject:
@@ -190,8 +190,8 @@ def check_size(job: JobContext) -> None:
     model = job.config.model
     parameters = sum(p.numel() for p in job.model.parameters())
     if parameters > LARGEST:
-        others = [name for name in job.train_spec.model_args if name != model.flavor]
-        small = [name for name in others if "debug" in name or "tiny" in name]
+        flavors = [name for name in job.train_spec.model_args if name != model.flavor]
+        small = [name for name in flavors if "debug" in name or "tiny" in name]
         advice = f"choose a smaller one with --flavor: {', '.join(small)}" if small else "register a smaller one"
         raise UsageError(
             f"model.flavor {model.flavor!r} of {model.name} has {parameters:,} parameters; at most {LARGEST:,} train "

@@ -88,14 +88,14 @@ class Reference:
             more = samples - max(0, len(self.runs) - 1)
             if more > 0:
                 arguments = (str(self.job), self.masked_labels, str(self.gradients), more, len(self.runs))
-                ((first, *others),) = run(1, TIMEOUT_S, train_reference, *arguments)
-                self.runs = [*(self.runs or [first]), *others]
+                ((first, *rounded),) = run(1, TIMEOUT_S, train_reference, *arguments)
+                self.runs = [*(self.runs or [first]), *rounded]
 
     def spread(self, step: int) -> dict[str, float]:
         """Return by how much rounding changes each parameter's gradient and the loss, by name."""
-        exact, *others = self.runs
-        spread = largest(run.differences[step] for run in others)
-        return spread | {"loss": farthest([run.losses[step] for run in others], exact.losses[step])}
+        exact, *rounded = self.runs
+        spread = largest(run.differences[step] for run in rounded)
+        return spread | {"loss": farthest([run.losses[step] for run in rounded], exact.losses[step])}
 
     def tolerances(self, step: int) -> dict[str, float]:
         """Return the allowed differences: of each parameter's gradient, the loss and the norm, by name."""
@@ -113,14 +113,14 @@ class Reference:
 
     def instability(self) -> str:
         """Return what rounding alone changes by too much for a comparison, if anything."""
-        exact, *others = self.runs
+        exact, *rounded = self.runs
         bound = self.largest_spread()
         for step in range(len(exact.losses)):
             spread = self.spread(step)
             name = max(spread, key=lambda name: spread[name])
             if not spread[name] <= bound:
                 return f"step {step + 1}: rounding alone changes {name} by {spread[name]:.1e}, above {bound:.1e}"
-            if reason := wrong_biases([run.biases[step] for run in others], exact.biases[step]):
+            if reason := wrong_biases([run.biases[step] for run in rounded], exact.biases[step]):
                 return f"step {step + 1}: with other rounding alone, {reason}"
         return ""
 

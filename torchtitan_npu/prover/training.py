@@ -93,7 +93,7 @@ def _collect(receivers: list[Connection], errors: list[Path], timeout_s: float) 
             try:
                 results[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                # the first failure is usually the cause of the others
+                # the first failure is usually the cause of later ones
                 text = errors[rank].read_text(errors="replace").strip() if errors[rank].exists() else ""
                 failure = failure or f"rank {rank} of {len(receivers)}: {text[-LONGEST_REPORT:] or 'the process died'}"
                 deadline = min(deadline, time.monotonic() + GRACE_S)

@@ -152,10 +152,10 @@ def name_steps(steps: Iterable[int], most: int = 6) -> str:
 # Columns
 
 
-def parse_columns(given: Iterable[str]) -> Columns:
+def parse_columns(texts: Iterable[str]) -> Columns:
     """Parse ``metric=name`` of ``--column``. The names of one metric replace its usual names."""
     named: Columns = {}
-    for text in given:
+    for text in texts:
         metric, _, name = text.partition("=")
         if metric not in (STEP, *METRICS) or not name:
             raise InputError(f"--column {text}: expected METRIC=NAME with one of {', '.join((STEP, *METRICS))}")
@@ -254,7 +254,7 @@ def _read_csv(path: Path, columns: Columns) -> Curve:
 def _from_records(path: Path, kind: str, records: Any, columns: Columns) -> Curve:
     """Build the curve of records, each with a step and some of the metrics.
 
-    An absent, null or empty value is skipped: evaluations and other events have records of their own.
+    An absent, null or empty value is skipped: evaluations and other events have separate records.
     """
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         expected = "an object in each line, as {'step': 1, 'loss': 8.1}"
@@ -266,23 +266,23 @@ def _from_records(path: Path, kind: str, records: Any, columns: Columns) -> Curv
     rows = []
     for number, record in enumerate(records, start=1):
         for metric in METRICS:
-            given = record.get(found[metric] or "")
-            if given not in (None, ""):
+            value = record.get(found[metric] or "")
+            if value not in (None, ""):
                 step = _number(path, number, STEP, record.get(found[STEP] or ""))
                 if not step.is_integer():
                     raise InputError(f"{path}: record {number}: step {shown(step)} is not an integer")
-                rows.append((int(step), metric, Point(_number(path, number, metric, given))))
+                rows.append((int(step), metric, Point(_number(path, number, metric, value))))
     return build_curve(str(path), kind, rows)
 
 
-def _number(path: Path, number: int, name: str, given: Any) -> float:
-    """Convert ``given`` to a float, including "nan", "inf" and JSON's NaN and Infinity."""
-    if isinstance(given, (int, float, str)) and not isinstance(given, bool):
+def _number(path: Path, number: int, name: str, value: Any) -> float:
+    """Convert ``value`` to a float, including "nan", "inf" and JSON's NaN and Infinity."""
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(given)
+            return float(value)
         except (ValueError, OverflowError):
             pass  # the message below covers every value that is not a number
-    raise InputError(f"{path}: record {number}: {name} is {shown(given)}, not a number")
+    raise InputError(f"{path}: record {number}: {name} is {shown(value)}, not a number")
 
 
 def _set_resolution_if_rounded(curve: Curve) -> None:
@@ -364,7 +364,7 @@ def _read_console(path: Path, columns: Columns) -> Curve:
     if not any(LOSS in step.metrics for step in steps):
         names = [columns[name][0] for name in (STEP, LOSS)]
         raise InputError(f"{path}: found no line '{names[0]}: ... {names[1]}: ...' (read as a console log)")
-    # auxiliary losses are on a line of their own
+    # auxiliary losses are on a separate line
     steps = [step for step in steps if LOSS not in step.metrics or not is_placeholder(step.metrics[LOSS].value)]
     with_loss = [step for step in steps if LOSS in step.metrics]
     if not with_loss:

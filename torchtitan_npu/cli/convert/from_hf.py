@@ -54,16 +54,16 @@ class FromHuggingFace:
         self.tensors: dict[str, Tensor] = {}
         """The tensors to write, on the meta device, with the dtypes of the source."""
         for piece in self.pieces:
-            dtypes = stored_dtypes(piece.theirs, self.metadata, str(source), model)
+            dtypes = stored_dtypes(piece.hf, self.metadata, str(source), model)
             for name, dtype in dtypes.items():
                 if not (quantized and _is_quantized(name, names)):
                     if dtype in FP8_DTYPES:
                         raise UsageError(f"{self.file_of(name)}: {name} is {dtype} without the scale {name}_scale_inv")
-                    check_dtype(self.file_of(name), name, dtype, piece.theirs[name].dtype)
+                    check_dtype(self.file_of(name), name, dtype, piece.hf[name].dtype)
             if quantized:
                 dtypes = {name: torch.float32 if _is_quantized(name, names) else d for name, d in dtypes.items()}
-            self.tensors |= piece.ours  # includes buffers that the format lacks
-            self.tensors |= model.from_hf({name: value.to(dtypes[name]) for name, value in piece.theirs.items()})
+            self.tensors |= piece.titan  # includes buffers that the format lacks
+            self.tensors |= model.from_hf({name: value.to(dtypes[name]) for name, value in piece.hf.items()})
 
     def file_of(self, name: str) -> Path:
         """Return the file with the tensor ``name``, by Hugging Face's names."""
@@ -103,18 +103,18 @@ class FromHuggingFace:
 
     def read_slice(self, piece: Piece, number: int) -> Tensor:
         """Read slice ``number`` of the tensor of a stacked ``piece``, with a leading dimension of 1."""
-        (name,) = piece.ours
-        their_name = list(piece.theirs)[number]
-        value = torch.empty(piece.theirs[their_name].shape, dtype=self.tensors[name].dtype)
-        read({their_name: value}, self.reader, self.metadata, self.file_of)
+        (name,) = piece.titan
+        hf_name = list(piece.hf)[number]
+        value = torch.empty(piece.hf[hf_name].shape, dtype=self.tensors[name].dtype)
+        read({hf_name: value}, self.reader, self.metadata, self.file_of)
         return value.unsqueeze(0)
 
     def read_piece(self, piece: Piece) -> dict[str, Tensor]:
         """Read a ``piece`` by TorchTitan's names. Buffers that the format lacks are 0, as initialized."""
-        ours = {name: torch.zeros_like(self.tensors[name], device="cpu") for name in piece.ours}
-        theirs = self.model.adapter.to_hf(ours)
-        read(theirs, self.reader, self.metadata, self.file_of)
-        return ours | self.model.from_hf(theirs)
+        titan = {name: torch.zeros_like(self.tensors[name], device="cpu") for name in piece.titan}
+        hf = self.model.adapter.to_hf(titan)
+        read(hf, self.reader, self.metadata, self.file_of)
+        return titan | self.model.from_hf(hf)
 
 
 class ReadingPlanner(DefaultSavePlanner):
@@ -123,7 +123,7 @@ class ReadingPlanner(DefaultSavePlanner):
     def __init__(self, conversion: FromHuggingFace, progress: Callable[[int], None]) -> None:
         super().__init__()
         self.conversion, self.progress = conversion, progress
-        self.piece_of = {name: piece for piece in conversion.pieces for name in piece.ours}
+        self.piece_of = {name: piece for piece in conversion.pieces for name in piece.titan}
         self.current: Piece | None = None
         self.values: dict[str, Tensor] = {}
 
@@ -199,7 +199,7 @@ def _check_all_used(source: Path, names: set[str], pieces: list[Piece], model: M
 
     Layers of multi-token prediction may be unused.
     """
-    left = unused_weights(names, {name for piece in pieces for name in piece.theirs}, model.tied)
+    left = unused_weights(names, {name for piece in pieces for name in piece.hf}, model.tied)
     if left:
         raise UsageError(
             f"{source} has {left[0]} and {len(left) - 1} more weights that {model.name} lacks: wrong --flavor?"

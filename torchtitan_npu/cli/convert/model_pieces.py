@@ -46,21 +46,21 @@ class ModelOnMeta(NamedTuple):
     tensors: dict[str, Tensor]
     """The tensors of a checkpoint by TorchTitan's names, on the meta device."""
     parameters: set[str]
-    """The names of trained tensors. The others are buffers."""
+    """The names of trained tensors. All other tensors are buffers."""
 
     @property
     def tied(self) -> bool:
         """Return whether the output shares the embedding's weights, which Hugging Face's files then contain once."""
         return getattr(self.args, "enable_weight_tying", False)
 
-    def from_hf(self, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def from_hf(self, hf: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert part of the model to TorchTitan's names."""
-        if not self.tied or "model.embed_tokens.weight" in theirs:
-            return self.adapter.from_hf(dict(theirs))
+        if not self.tied or "model.embed_tokens.weight" in hf:
+            return self.adapter.from_hf(dict(hf))
         # TorchTitan's adapter requires the output in every part.
-        ours = self.adapter.from_hf({**theirs, "lm_head.weight": torch.empty(0)})
-        del ours["output.weight"]
-        return ours
+        titan = self.adapter.from_hf({**hf, "lm_head.weight": torch.empty(0)})
+        del titan["output.weight"]
+        return titan
 
 
 class Piece(NamedTuple):
@@ -68,16 +68,16 @@ class Piece(NamedTuple):
 
     layer: str
     """The prefix of the layer; empty for tensors outside layers."""
-    ours: dict[str, Tensor]
+    titan: dict[str, Tensor]
     """The tensors by TorchTitan's names, on the meta device."""
-    theirs: dict[str, Tensor]
+    hf: dict[str, Tensor]
     """The same tensors by Hugging Face's names."""
     stacked: bool
-    """True if ``ours`` is one tensor whose slices along the first dimension are ``theirs``: stacked experts."""
+    """True if ``titan`` is one tensor whose slices along the first dimension are ``hf``: stacked experts."""
 
     def unmapped(self, model: ModelOnMeta) -> list[str]:
         """Return the names that Hugging Face's format lacks: buffers, such as expert biases."""
-        return sorted(self.ours.keys() - model.from_hf(self.theirs).keys())
+        return sorted(self.titan.keys() - model.from_hf(self.hf).keys())
 
 
 def build(name: str, flavor: str, mtp_layers: int, seq_len: int | None = None) -> ModelOnMeta:
@@ -115,15 +115,15 @@ def cut(model: ModelOnMeta) -> list[Piece]:
     pieces = []
     in_order = sorted(model.tensors, key=_layer_number)
     for _, names in groupby(in_order, key=_layer_number):
-        ours = {name: torch.empty_like(model.tensors[name]) for name in names}
-        layer = _layer(next(iter(ours)))
-        theirs = model.adapter.to_hf(ours)
-        for name, value in list(ours.items()):
-            slices = {their_name: view for their_name, view in theirs.items() if _is_view_of(view, value)}
+        titan = {name: torch.empty_like(model.tensors[name]) for name in names}
+        layer = _layer(next(iter(titan)))
+        hf = model.adapter.to_hf(titan)
+        for name, value in list(titan.items()):
+            slices = {hf_name: view for hf_name, view in hf.items() if _is_view_of(view, value)}
             if _are_slices(list(slices.values()), value):
-                pieces.append(Piece(layer, {name: ours.pop(name)}, slices, stacked=True))
-                theirs = {their_name: view for their_name, view in theirs.items() if their_name not in slices}
-        pieces.append(Piece(layer, ours, theirs, stacked=False))
+                pieces.append(Piece(layer, {name: titan.pop(name)}, slices, stacked=True))
+                hf = {hf_name: view for hf_name, view in hf.items() if hf_name not in slices}
+        pieces.append(Piece(layer, titan, hf, stacked=False))
     for piece in pieces:
         lost = [name for name in piece.unmapped(model) if name in model.parameters]
         if lost:

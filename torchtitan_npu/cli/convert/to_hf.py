@@ -82,9 +82,9 @@ class ToHuggingFace:
         """Return the size of the files in bytes."""
         total = 0
         for piece in self.pieces:
-            ours = {name: value.to(self._written_dtype(name)) for name, value in piece.ours.items()}
-            theirs = self.model.adapter.to_hf(ours)
-            total += _nbytes(with_fp8_weights(theirs) if self.fp8 else theirs)
+            titan = {name: value.to(self._written_dtype(name)) for name, value in piece.titan.items()}
+            hf = self.model.adapter.to_hf(titan)
+            total += _nbytes(with_fp8_weights(hf) if self.fp8 else hf)
         return total
 
     def write(self, target: Path, progress: Callable[[int], None]) -> None:
@@ -108,20 +108,20 @@ class ToHuggingFace:
 
     def read_piece(self, piece: Piece) -> dict[str, Tensor]:
         """Read a ``piece`` by Hugging Face's names."""
-        ours = {name: torch.empty(value.shape, dtype=self.dtypes[name]) for name, value in piece.ours.items()}
-        read(ours, self.reader, self.metadata, self.file_of)
-        for name, value in ours.items():
+        titan = {name: torch.empty(value.shape, dtype=self.dtypes[name]) for name, value in piece.titan.items()}
+        read(titan, self.reader, self.metadata, self.file_of)
+        for name, value in titan.items():
             dtype = self._written_dtype(name)
             if dtype != value.dtype:
-                ours[name] = value.to(dtype)
-                check_finite(f"{self.file_of(name)}: {name} is too large for --dtype {dtype}: it gets", ours[name])
-        theirs = self.model.adapter.to_hf(ours)
-        return with_fp8_weights(theirs) if self.fp8 else theirs
+                titan[name] = value.to(dtype)
+                check_finite(f"{self.file_of(name)}: {name} is too large for --dtype {dtype}: it gets", titan[name])
+        hf = self.model.adapter.to_hf(titan)
+        return with_fp8_weights(hf) if self.fp8 else hf
 
     def _written_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype to write. Buffers keep theirs: a bfloat16 release has float32 expert biases, too.
+        """Return the dtype to write. Buffers keep their dtype: a bfloat16 release has float32 expert biases, too.
 
-        Matrices keep theirs until they are quantized: they are rounded once.
+        Matrices keep their dtype until they are quantized: they are rounded once.
         """
         if self.fp8 and self.model.tensors[name].ndim > 1:
             return self.dtypes[name]

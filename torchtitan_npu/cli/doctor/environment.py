@@ -59,11 +59,11 @@ def allocator(environment: Environment) -> Iterator[Conflict]:
     if name not in environment:
         return
     options = allocator_options(environment[name])
-    others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in options]
-    if options.get("expandable_segments") == "true" and others:
+    excluded = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in options]
+    if options.get("expandable_segments") == "true" and excluded:
         yield Conflict(
             (name,),
-            f"{name}: torch_npu does not support {' or '.join(others)} together with expandable_segments:True",
+            f"{name}: torch_npu does not support {' or '.join(excluded)} together with expandable_segments:True",
             "keep one of them",
         )
     if "PYTORCH_ALLOC_CONF" in environment:

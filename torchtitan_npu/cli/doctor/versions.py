@@ -45,36 +45,36 @@ def _is_for(package: str) -> str:
 
 
 def _torch_npu(on_npu: bool, torch: str | None, installed: str | None, stack: dict[str, str]) -> Iterator[Finding]:
-    wanted = stack["torch_npu"]
+    supported = stack["torch_npu"]
     if installed is None:
         if on_npu:
-            yield red("torch_npu", "not installed", f"pip install torch_npu=={wanted}")
+            yield red("torch_npu", "not installed", f"pip install torch_npu=={supported}")
         else:
             yield green("torch_npu", "not installed and not needed here")
     elif torch is not None and version_numbers(installed)[:3] != version_numbers(torch)[:3]:
         # If torch_npu matches the table, torch has to change.
-        change = f"torch_npu=={wanted}" if installed != wanted else f"torch=={stack['torch']}"
+        change = f"torch_npu=={supported}" if installed != supported else f"torch=={stack['torch']}"
         what = f"{installed} with torch {torch}: torch_npu requires the torch of its own version"
         yield red("torch_npu", what, f"pip install {change}")
     elif stack_of(installed) is None:
-        yield red("torch_npu", f"{installed}: {_is_for('torch_npu')}", f"pip install torch_npu=={wanted}")
+        yield red("torch_npu", f"{installed}: {_is_for('torch_npu')}", f"pip install torch_npu=={supported}")
     else:
         yield green("torch_npu", installed)
 
 
 def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterator[Finding]:
-    wanted = stack["cann"]
+    supported = stack["cann"]
     if installed is None:
         if on_npu:
             yield red("CANN", "not found", "install CANN and source its set_env.sh in this shell")
         else:
             yield green("CANN", "not found and not needed here")
-    elif version_numbers(installed) < version_numbers(wanted)[:2]:
-        yield red("CANN", f"{installed}, older than {wanted}", f"install CANN {wanted}")
-    elif version_numbers(installed)[:2] != version_numbers(wanted)[:2]:
+    elif version_numbers(installed) < version_numbers(supported)[:2]:
+        yield red("CANN", f"{installed}, older than {supported}", f"install CANN {supported}")
+    elif version_numbers(installed)[:2] != version_numbers(supported)[:2]:
         yield yellow(
             "CANN",
-            f"{installed}; the tested version is {wanted}",
+            f"{installed}; the tested version is {supported}",
             "see docs/how-to/install.md; this version is untested",
         )
     else:
@@ -82,12 +82,12 @@ def _cann(on_npu: bool, installed: str | None, stack: dict[str, str]) -> Iterato
     for converter, requirement in cann.CONVERTERS.items():
         if installed is not None and (error := cann.converter_error(converter, installed)):
             report = yellow if requirement.optional else red
-            yield report(converter, error, f"install CANN {wanted}, or remove {converter} from model.converters")
+            yield report(converter, error, f"install CANN {supported}, or remove {converter} from model.converters")
 
 
 def _others(on_npu: bool) -> Iterator[Finding]:
     for row in TABLE["other"]:
-        name, wanted = row["name"], row["version"]
+        name, supported = row["name"], row["version"]
         installed = _installed(name)
         if installed is None:
             if not row.get("needed", True) or (name == "driver" and not on_npu):
@@ -95,10 +95,10 @@ def _others(on_npu: bool) -> Iterator[Finding]:
             elif name == "driver":
                 yield yellow(name, f"{DRIVER} does not exist", "install the driver; in a container, mount that file")
             else:
-                yield red(name, "not installed", f"pip install {name}=={wanted}")
-        elif row.get("exact") and version_numbers(installed) != version_numbers(wanted):
-            yield red(name, f"{installed}, not {wanted}: {row['why']}", f"pip install {name}=={wanted}")
-        elif version_numbers(installed) >= version_numbers(wanted):
+                yield red(name, "not installed", f"pip install {name}=={supported}")
+        elif row.get("exact") and version_numbers(installed) != version_numbers(supported):
+            yield red(name, f"{installed}, not {supported}: {row['why']}", f"pip install {name}=={supported}")
+        elif version_numbers(installed) >= version_numbers(supported):
             yield green(name, installed)
         elif name == "triton-ascend" and version_of("triton"):
             yield red(
@@ -107,9 +107,9 @@ def _others(on_npu: bool) -> Iterator[Finding]:
                 f"pip uninstall triton, or {name}",
             )
         elif name in ("Python", "driver"):
-            yield red(name, f"{installed}, older than {wanted}: {row['why']}", f"install {wanted} or newer")
+            yield red(name, f"{installed}, older than {supported}: {row['why']}", f"install {supported} or newer")
         else:
-            yield yellow(name, f"{installed}, older than {wanted}: {row['why']}", f"pip install {name}=={wanted}")
+            yield yellow(name, f"{installed}, older than {supported}: {row['why']}", f"pip install {name}=={supported}")
 
 
 def stack_of(torch: str | None) -> dict[str, str] | None:

@@ -27,7 +27,7 @@ class Sampling:
     top_p: float = 1.0
     """Choose among the most probable tokens whose probabilities sum up to this."""
     seed: int = 0
-    """Each prompt has its own random numbers, so that its text does not depend on the other prompts of a batch."""
+    """Each prompt has a random generator, so that its text does not depend on the other prompts of a batch."""
     stops_at_eos: bool = True
 
     def choose(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
@@ -37,7 +37,7 @@ class Sampling:
         probabilities = (logits.double() / self.temperature).softmax(dim=-1)
         ordered, token = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered.masked_fill(before >= self.top_p, 0)  # the first token is always kept
+        ordered = ordered.masked_fill(before >= self.top_p, 0)  # the first token always stays
         drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(ordered, generators, strict=True)]
         return token.gather(-1, torch.stack(drawn)).squeeze(-1)
 
@@ -136,8 +136,8 @@ def benchmark(model: InferenceModel, prompts: list[list[int]], sampling: Samplin
     # an end of text would make rows shorter than asked for
     sampling = replace(sampling, stops_at_eos=False)
     vocabulary = model.args.vocab_size
-    others = [[(token + 1) % vocabulary for token in prompt] for prompt in prompts]
-    warm_up = generate(model, others, sampling)
+    changed = [[(token + 1) % vocabulary for token in prompt] for prompt in prompts]
+    warm_up = generate(model, changed, sampling)
     counts: list[int] = []
     counter = model.model.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
     measured = generate(model, prompts, sampling)

@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
                 "larger; choose it with --training.seq_len"
             )
         temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-        # a prompt that is too long loses its beginning, as in the harness's own models
+        # a prompt that is too long loses its beginning, as in the harness's models
         prompt = self.tok_encode(context)[new - self.model.longest :]
         sampling = Sampling(new, temperature, options.get("top_p", 1.0))
         text = self.text.decode(generate(self.model, [prompt], sampling).tokens[0])

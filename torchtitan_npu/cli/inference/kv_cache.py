@@ -25,7 +25,7 @@ class CachedTokens:
     """The tokens that the caches of all layers hold, and those of the next forward pass.
 
     Rows of different lengths are padded at the left, so that the new tokens are the last ones of every row. Padding is
-    a document of its own, which no other token sees.
+    a separate document, which no other token sees.
     """
 
     def __init__(self) -> None:

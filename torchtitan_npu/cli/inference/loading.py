@@ -175,7 +175,7 @@ def for_inference(config: JobConfig, world_size: int) -> JobConfig:
         parallelism.data_parallel_shard_degree = -1
         parallelism.expert_tensor_parallel_degree = 1
     # stages and parts of a sequence cannot compute one token together: their ranks shard the weights as FSDP's do
-    if parallelism.data_parallel_shard_degree > 0:  # else it follows from the others
+    if parallelism.data_parallel_shard_degree > 0:  # -1 follows from the other degrees
         parallelism.data_parallel_shard_degree *= parallelism.pipeline_parallel_degree
         parallelism.data_parallel_shard_degree *= parallelism.context_parallel_degree
     parallelism.pipeline_parallel_degree = parallelism.context_parallel_degree = 1

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and the perplexity of a text."""
+"""Log-probabilities of tokens, and the perplexity of a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_npu.progress import Progress
 
 
 class Score(NamedTuple):
-    """The log-probabilities of the tokens of a continuation, given all tokens before each."""
+    """The log-probabilities of the tokens of a continuation, each conditional on all tokens before it."""
 
     log_probabilities: Tensor
     """(tokens) float64"""

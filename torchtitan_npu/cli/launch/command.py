@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_arguments(argv: list[str]) -> None:
-    """Raise :class:`UsageError` for an option that is no key of a job: torchrun would take it for its own."""
+    """Raise :class:`UsageError` for an option that is no key of a job: torchrun would parse it."""
     for argument in argv:
         option = argument.partition("=")[0]
         if re.match("--?[a-z]", option) and "." not in option:
@@ -173,10 +173,10 @@ def prepare_logs(options: LaunchOptions) -> Path:
 def prepare_environment(name: str) -> None:
     """Add the profile to the environment of this process, which the ranks inherit. Print the added variables."""
     added = profile.apply(name, os.environ)
-    kept = [variable.name for variable in profile.read(name) if variable.name not in added]
+    unchanged = [variable.name for variable in profile.read(name) if variable.name not in added]
     print(f"launch: profile {name}: {' '.join(f'{k}={v}' for k, v in added.items()) or 'nothing to add'}")
-    if kept:
-        print(f"launch: kept your settings: {' '.join(f'{k}={os.environ[k]}' for k in kept)}")
+    if unchanged:
+        print(f"launch: kept your settings: {' '.join(f'{k}={os.environ[k]}' for k in unchanged)}")
     os.environ |= added
 
 
@@ -238,8 +238,8 @@ def launch(options: LaunchOptions, folder: Path, job: list[str]) -> int:
             print(f"launch: error: {reason}", file=sys.stderr, flush=True)
             described = True
             return EXIT_USAGE
-        others = [node for node in range(options.nodes) if node != options.node]
-        reports = {options.node: failures} | gather_reports(options.logs, others, started, signals)
+        other_nodes = [node for node in range(options.nodes) if node != options.node]
+        reports = {options.node: failures} | gather_reports(options.logs, other_nodes, started, signals)
         print(describe(reports, options.nodes), file=sys.stderr, flush=True)
         described = True
         if signals:

@@ -62,15 +62,19 @@ def read(profile: str, within: tuple[Path, ...] = ()) -> list[Variable]:
 
 
 def apply(profile: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ``profile`` adds to ``environment``. Variables that are already set are kept.
+    """Return the variables that ``profile`` adds to ``environment``. Variables that are already set stay.
 
     Raise :class:`UsageError` if the result has conflicting variables.
     """
     added = {v.name: v.value for v in read(profile) if v.name not in environment}
     _check_old_name(profile, added, environment)
     for conflict in find_conflicts({**environment, **added}):
-        ours = [name for name in conflict.names if name in added]
-        source = f" ({', '.join(ours)} comes from PROFILE={profile}; variables that you set are kept)" if ours else ""
+        of_profile = [name for name in conflict.names if name in added]
+        source = (
+            f" ({', '.join(of_profile)} comes from PROFILE={profile}; variables that you set are kept)"
+            if of_profile
+            else ""
+        )
         raise UsageError(f"{conflict}{source}")
     return added
 

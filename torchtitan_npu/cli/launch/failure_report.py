@@ -1,6 +1,6 @@
 """Report which rank failed first, on any node, with its error.
 
-When a rank fails, the others fail after it: connections close and collectives time out. The launcher of each node
+When a rank fails, other ranks fail after it: connections close and collectives time out. The launcher of each node
 writes its failed ranks to the log folder. If the nodes share this folder, each node can find the first failure.
 """
 
