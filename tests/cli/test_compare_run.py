@@ -1,4 +1,4 @@
-"""``torchtitan-npu compare run``: torchrun launches of a fake trainer, logs, progress and folders."""
+"""``torchtitan-npu compare run`` and ``demo``: torchrun launches of a fake trainer, logs, progress and folders."""
 
 from __future__ import annotations
 
@@ -158,6 +158,15 @@ def test_a_failed_run_is_one_line_with_its_error_and_log(tmp_path: Path, monkeyp
         "see o/baseline.log"
     )
     assert not (tmp_path / "o" / "report.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_converted_model_trains_alike(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo(["--model", model, "--out", str(tmp_path / "demo")]) == 0
+    output = capfd.readouterr().out
+    assert f"plot: {tmp_path}/demo/comparison.png" in output and f"{model}_debugmodel.toml" in output
+    assert (tmp_path / "demo/comparison.png").exists() and (tmp_path / "demo/report.md").exists()
 
 
 def test_a_failed_run_of_the_demo_announces_no_picture(tmp_path: Path, monkeypatch, capsys) -> None:

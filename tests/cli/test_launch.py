@@ -20,7 +20,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests._helpers.nodes import free_port
-from torchtitan_npu.cli.doctor.environment import find_conflicts
+from torchtitan_npu.cli.doctor.environment import SELECTORS, addresses, find_conflicts, hccl_choice, interface_towards
+from torchtitan_npu.cli.doctor.host import check_interfaces
+from torchtitan_npu.cli.launch import command
 from torchtitan_npu.cli.launch import environment_profile as profile
 from torchtitan_npu.cli.launch.failure_report import (
     KILLED_AFTER,
@@ -41,16 +43,8 @@ JOB = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.ste
 
 def launch_command(folder: Path, environment: dict[str, str], *job: str) -> tuple[list[str], dict[str, Any]]:
     config = f"--job.config_file={ROOT / 'train_configs/llama3_debugmodel.toml'}"
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan_npu.cli.main",
-        "launch",
-        config,
-        *JOB,
-        f"--job.dump_folder={folder / 'job'}",
-        *job,
-    ]
+    command = [sys.executable, "-m", "torchtitan_npu.cli.main", "launch", config]
+    command += [*JOB, f"--job.dump_folder={folder / 'job'}", *job]
     set_here = {"LOGS": str(folder / "logs")}
     return command, {"cwd": ROOT, "env": os.environ | set_here | environment, "text": True}
 
@@ -495,3 +489,42 @@ def test_the_docs_show_the_profiles() -> None:
     assert [[f"`{name}`", npu.get(name, ""), value] for name, value in aiv.items()] == [
         row for row in rows if row[0].strip("`") in aiv
     ]
+
+
+# --- network interfaces ---
+
+
+SEVERAL = {"docker0": "172.17.0.1", "enp1": "10.0.0.2", "bond0": "192.168.7.2"}
+
+
+def test_interfaces_of_this_host() -> None:
+    found = addresses()
+    assert "lo" not in found and all(address.count(".") == 3 for address in found.values())
+    for name, address in found.items():
+        assert interface_towards(address, found) == name
+    assert interface_towards("no-such-host.invalid", found) is None
+
+
+def test_hccl_takes_the_first_by_name_and_docker_last() -> None:
+    assert hccl_choice(SEVERAL) == "bond0"
+    assert hccl_choice({"docker0": "172.17.0.1"}) == "docker0"
+    assert hccl_choice({}) is None
+
+
+def test_the_doctor_warns_of_a_choice() -> None:
+    line = check_interfaces(SEVERAL, {})
+    assert line.status == "yellow" and "HCCL takes bond0" in line.what
+    assert check_interfaces(SEVERAL, {"HCCL_SOCKET_IFNAME": "=enp1"}).status == "green"
+    assert check_interfaces({"eth0": "10.0.0.2"}, {}).status == "green"
+
+
+def test_the_launcher_chooses_the_interface_towards_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SELECTORS, "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(command, "addresses", lambda: SEVERAL)
+    command.choose_interface("10.0.0.2")  # node 0's own address
+    assert (os.environ["HCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("=enp1", "enp1")
+    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "mine")
+    command.choose_interface("192.168.7.2")
+    assert os.environ["HCCL_SOCKET_IFNAME"] == "mine"

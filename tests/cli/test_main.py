@@ -1,13 +1,11 @@
-"""The command ``torchtitan-npu``: subcommands, help texts, ``list``, and the scripts under their documented paths."""
+"""The command ``torchtitan-npu``: subcommands, help texts and ``list``."""
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -160,105 +158,3 @@ def test_commands_that_diagnose_run_without_torch(name: str, tmp_path: Path) -> 
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "torchtitan-npu" in result.stdout
-
-
-SHELL_SCRIPTS_WITH_HELP = ["demo.sh", "test.sh"]
-SOURCED = ["contract_env.sh", "setup_env.sh"]
-PROGRAMS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in path.read_text())
-PREPARATIONS = {"sys.path.insert", "platform.prepare", "torchtitan_npu.register", "matplotlib.use"}
-"""Calls that a module may make when it is imported."""
-BUILDING = {"add_argument", "add_mutually_exclusive_group", "add_subparsers", "add_parser", "set_defaults"}
-"""Methods that build a parser."""
-HARMLESS = {"items", "signal"}
-"""Calls that leave nothing behind: a loop over a table of options, and the handler of a signal."""
-NOT_PARSED = "parses no arguments"
-
-
-def calls_in(*nodes: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls in the order in which they run."""
-    for node in nodes:
-        yield from calls_in(*ast.iter_child_nodes(node))
-        if isinstance(node, ast.Call):
-            yield node
-
-
-def last_name(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
-def work_before_parsing(source: str) -> list[str]:
-    """Return what the program runs before it parses its arguments. It may import modules and build its parser."""
-    module = ast.parse(source)
-    functions = {one.name: one.body for one in module.body if isinstance(one, ast.FunctionDef)}
-    work: list[str] = []
-    for statement in module.body:
-        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
-            return work + work_of(statement.body, functions)
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            work += {ast.unparse(statement.value.func)} - PREPARATIONS
-        elif isinstance(statement, ast.For | ast.While | ast.With | ast.Try):
-            work.append(ast.unparse(statement))
-    return [*work, NOT_PARSED]
-
-
-def work_of(statements: list[ast.stmt], functions: dict[str, list[ast.stmt]]) -> list[str]:
-    """Return the calls before ``parse_args``, which is called here or in the first function that is called."""
-    work: list[str] = []
-    for statement in statements:
-        building = [
-            one for one in calls_in(statement) if last_name(one).endswith("Parser") or last_name(one) in BUILDING
-        ]
-        allowed = set(calls_in(*building))  # with those that compute a default
-        for call in calls_in(statement):
-            name, text = last_name(call), ast.unparse(call)
-            if name in ("parse_args", "parse_known_args") and name not in functions:
-                return work
-            if name in functions:
-                return work + work_of(functions[name], functions)
-            if call not in allowed and name not in HARMLESS:
-                work.append(text)
-    return [*work, NOT_PARSED]
-
-
-def test_tools_parse_their_arguments_first() -> None:
-    """So that ``--help`` runs nothing."""
-    assert {"converter_table.py", "run.py"} <= {path.name for path in PROGRAMS}
-    found = {path.relative_to(ROOT).as_posix(): work_before_parsing(path.read_text()) for path in PROGRAMS}
-    assert {name: work for name, work in found.items() if work} == {}
-
-
-@pytest.mark.parametrize("script", ["converter_table.py", "config_table.py"])
-def test_help_of_tables_writes_nothing(script: str) -> None:
-    pages = {page: page.stat().st_mtime_ns for page in (ROOT / "docs").rglob("*.md")}
-    command = [sys.executable, ROOT / "tools" / script, "--help"]
-    result = subprocess.run(command, env=FROM_CHECKOUT, capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.startswith(f"usage: {script}")
-    assert {page: page.stat().st_mtime_ns for page in pages} == pages
-
-
-@pytest.mark.parametrize("script", SHELL_SCRIPTS_WITH_HELP)
-def test_help_creates_no_environment(script: str, tmp_path: Path) -> None:
-    result = run_without_python(script, tmp_path, "--help")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: bash tools/") and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-@pytest.mark.parametrize("script", SOURCED)
-def test_a_sourced_script_does_nothing_when_it_is_executed(script: str, arguments: list[str], tmp_path: Path) -> None:
-    result = run_without_python(script, tmp_path, *arguments)
-    assert result.returncode == 2 and result.stdout == "" and not list(tmp_path.iterdir())
-    assert result.stderr == f"source this file: . {ROOT}/tools/{script}\n"
-
-
-def test_every_shell_script_is_tested() -> None:
-    scripts = {path.name for path in (ROOT / "tools").rglob("*.sh")}
-    assert scripts == {*SHELL_SCRIPTS_WITH_HELP, *SOURCED}
-
-
-def run_without_python(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that would create its environments in ``folder``, and fail there."""
-    venv = str(folder / "venv")
-    environment = os.environ | {"VENV": venv, "CONTRACT_VENV": venv, "PYTHON": "/bin/false"}
-    command = ["bash", ROOT / "tools" / script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
