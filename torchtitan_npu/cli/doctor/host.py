@@ -23,9 +23,7 @@ def check_host(with_device: bool, ranks: int) -> Iterator[Finding]:
     """Run all checks. ``ranks`` is the number of ranks of a job on this machine."""
     yield cores(ranks)
     yield memory()
-    yield pinned_memory(with_device)
-    yield shared_memory()
-    yield open_files()
+    yield from check_limits(with_device)
 
 
 def cores(ranks: int) -> Finding:
@@ -52,33 +50,31 @@ def memory() -> Finding:
     return green("host memory", what)
 
 
-def pinned_memory(with_device: bool) -> Finding:
-    """Check the limit of pinned memory. If it is too low, the first collective fails to register its buffers."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
-        return green("pinned memory", "no limit")
-    what = f"at most {limit / GIB:.3g} GiB per process"
-    if not with_device:
-        return green("pinned memory", f"{what}; none is needed on the CPU")
-    return yellow("pinned memory", what, "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
-
-
-def shared_memory() -> Finding:
+def check_limits(with_device: bool) -> Iterator[Finding]:
+    """Check pinned memory, shared memory and open files."""
+    # if it is too low, the first collective fails to register its buffers
+    pinned, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    what = f"at most {pinned / GIB:.3g} GiB per process"
+    if pinned == resource.RLIM_INFINITY:
+        yield green("pinned memory", "no limit")
+    elif not with_device:
+        yield green("pinned memory", f"{what}; none is needed on the CPU")
+    else:
+        yield yellow("pinned memory", what, "ulimit -l unlimited (in a container: --ulimit memlock=-1)")
     space = os.statvfs("/dev/shm")
     size = space.f_blocks * space.f_frsize
     what = f"/dev/shm has {size / GIB:.3g} GiB"
     if size < SHARED_MEMORY:
-        return yellow(
-            "shared memory", what, "in a container: --shm-size=16g (Kubernetes: an emptyDir volume with medium Memory)"
-        )
-    return green("shared memory", what)
-
-
-def open_files() -> Finding:
+        advice = "in a container: --shm-size=16g (Kubernetes: an emptyDir volume with medium Memory)"
+        yield yellow("shared memory", what, advice)
+    else:
+        yield green("shared memory", what)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what = f"at most {soft} per process"
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        return yellow("open files", f"at most {soft} per process", f"ulimit -n {OPEN_FILES} (the hard limit is {hard})")
-    return green("open files", f"at most {soft} per process")
+        yield yellow("open files", what, f"ulimit -n {OPEN_FILES} (the hard limit is {hard})")
+    else:
+        yield green("open files", what)
 
 
 def check_interfaces(found: Mapping[str, str], environment: Mapping[str, str]) -> Finding:
