@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from torchtitan_npu.cann import version_numbers
 from torchtitan_npu.cli.doctor import command, host, versions
 from torchtitan_npu.cli.doctor.devices import memory_of
 from torchtitan_npu.cli.doctor.environment import find_cautions, find_conflicts
@@ -292,9 +291,3 @@ def test_the_docs_show_the_versions_that_the_doctor_checks() -> None:
     for other in table["other"]:
         assert (other["name"], other["version"] if other.get("exact") else f"{other['version']} or newer") in documented
     assert '"torchtitan==0.2.2"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_version_numbers() -> None:
-    assert version_numbers("2.12.0.post2+cpu") == (2, 12, 0)
-    assert version_numbers("8.3.RC1") == (8, 3)
-    assert version_numbers("9.2.0") > version_numbers("9.1.0") > version_numbers("8.5.0")

@@ -68,6 +68,9 @@ def test_an_invalid_job_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "error"),
     [
+        ({"argument": "--nproc=2"}, "--nproc: arguments are keys of the job"),
+        ({"argument": "--nproc_per_node"}, "--nproc_per_node: arguments are keys of the job"),
+        ({"argument": "-m"}, "-m: arguments are keys of the job"),
         ({"NNODES": "two"}, "NNODES=two is not a number"),
         ({"NPROC": "-1"}, "NPROC=-1 is not a number"),
         ({"NPROC": "0"}, "NPROC=0: must be at least 1"),
@@ -80,17 +83,11 @@ def test_an_invalid_job_is_one_line(tmp_path: Path) -> None:
     ids=str,
 )
 def test_an_invalid_option_is_one_line(environment: dict[str, str], error: str, tmp_path: Path) -> None:
-    result = launch(tmp_path, **environment)
+    job = [value for name, value in environment.items() if name == "argument"]  # an option of torchrun
+    variables = {name: value for name, value in environment.items() if name != "argument"}
+    result = launch(tmp_path, *job, **variables)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"launch: error: {error}")
-
-
-@pytest.mark.parametrize("argument", ["--nproc=2", "--nproc_per_node", "-m"])
-def test_an_option_of_torchrun_is_one_line(argument: str, tmp_path: Path) -> None:
-    result = launch(tmp_path, argument)
-    assert result.returncode == 2 and not result.stdout
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"launch: error: {argument.partition('=')[0]}: arguments are keys of the job")
 
 
 def test_a_failed_rendezvous_is_one_line(tmp_path: Path) -> None:
