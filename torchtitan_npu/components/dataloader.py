@@ -29,7 +29,6 @@ from torchtitan_npu.components.checkpoint.restricted_pickle import load_plain
 from torchtitan_npu.components.user_data.packing import PackedRows, Sample, build_rows
 from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.config.sections import USER_DATASETS
-from torchtitan_npu.config.titan_sections import check_data_workers
 from torchtitan_npu.errors import UsageError
 
 # The only key of the state. DCP names it if a checkpoint does not have it, so it has the name of the option.

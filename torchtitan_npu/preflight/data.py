@@ -10,7 +10,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan_npu import platform
 from torchtitan_npu.components import corpus
 from torchtitan_npu.components.dataloader import check_data_workers
-from torchtitan_npu.components.user_data.build import build_rows
+from torchtitan_npu.components.user_data.packing import build_rows
 from torchtitan_npu.config.allowed import check_known
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.config.sections import USER_DATASETS, Data

@@ -19,8 +19,13 @@ SPLIT_ROWS = {"w1", "w3", "mlp1_weight", "mlp1_bias"}
 def check_world_size(job: JobContext) -> None:
     """Raise unless the degrees of ``[parallelism]`` divide the ranks."""
     p, world_size = job.config.parallelism, job.world_size
-    splitting = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
-    splitting += ("tensor_parallel", "pipeline_parallel")
+    splitting = (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "context_parallel",
+        "tensor_parallel",
+        "pipeline_parallel",
+    )
     degrees = {f"{name}_degree": getattr(p, f"{name}_degree") for name in splitting}
     ep, etp, tp = p.expert_parallel_degree, p.expert_tensor_parallel_degree, p.tensor_parallel_degree
     for name, degree in {**degrees, "expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}.items():
