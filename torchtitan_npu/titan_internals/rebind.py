@@ -9,9 +9,7 @@ method to override or an argument, use that.
 
 from __future__ import annotations
 
-import dis
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -26,22 +24,16 @@ def copy_with_globals(function: Callable[..., Any], replacements: Mapping[Any, A
     return _copy(function, replacements, {})
 
 
-def refers_to(function: Callable[..., Any], objects: Iterable[Any]) -> list[Any]:
-    """Return those of ``objects`` that :func:`copy_with_globals` would replace in ``function``."""
-    found: dict[int, Any] = {}
-    wanted = {id(thing): thing for thing in objects}
-    queue, seen = [function], set()
-    while queue:
-        current = queue.pop()
-        if not isinstance(current, FunctionType) or current in seen:
-            continue
-        seen.add(current)
+def refers_to(function: Callable[..., Any], objects: Collection[Any]) -> list[Any]:
+    """Return the ``objects`` that :func:`copy_with_globals` would replace in ``function``."""
+    used, replaceable = set[int](), {id(thing) for thing in objects}
+    followed = [function] if isinstance(function, FunctionType) else []
+    for current in followed:
         for value in (*_globals_of(current).values(), *_enclosing(current).values()):
-            if id(value) in wanted:
-                found[id(value)] = value
-            elif _is_followed(value, current):
-                queue.append(value)
-    return list(found.values())
+            used.add(id(value))
+            if id(value) not in replaceable and _is_followed(value, current) and value not in followed:
+                followed.append(value)
+    return [thing for thing in objects if id(thing) in used]
 
 
 def _copy(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any]) -> Any:
@@ -75,18 +67,15 @@ def _copy(function: Any, replacements: Mapping[Any, Any], done: dict[Any, Any]) 
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    scope = function.__globals__
-    return {name: scope[name] for name in _global_names(function.__code__) if name in scope}
+    """Return the globals that ``function`` may read, by name."""
+    scope, names = function.__globals__, _names(function.__code__)
+    return {name: scope[name] for name in names if name in scope}
 
 
-@functools.cache  # disassembling takes a third of the time in which a Trainer is built
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that ``code`` reads. ``co_names`` would include attribute names."""
-    names = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names += _global_names(constant)
-    return tuple(names)
+def _names(code: CodeType) -> set[str]:
+    """Return the names in ``code`` and in the functions inside it."""
+    # co_names has attributes too; to replace a global of that name, which the function does not read, changes nothing
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _enclosing(function: FunctionType) -> dict[str, Any]:
