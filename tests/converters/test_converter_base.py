@@ -11,7 +11,7 @@ from torchtitan.distributed import ParallelDims
 from tests._helpers.converted_models import LAYOUT, job
 from tools.converter_table import PAGE, START
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.converters.base import Converter, _ranges, convert_module, modules_of_type, summary
+from torchtitan_npu.converters.base import Converter, convert_module, modules_of_type, summary
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.titan_internals.converter_registry import known_converters
 
@@ -106,27 +106,12 @@ def test_summary() -> None:
     assert summary(norms(*layers, "norm")) == "13 RMSNorm in layers 0-5, norm"
     assert summary(norms("norm")) == "1 RMSNorm in norm"
     assert summary(norms("layers.10.a", "layers.9.a", "layers.2.a.b.3")) == "3 RMSNorm in layers 2 9-10"
+    assert summary(norms("7.a", "2.a", "1.b.5", "9.a", "8.a")) == "5 RMSNorm in 1-2 7-9"
     assert summary([*norms("layers.1.norm"), ("layers.1.act", nn.SiLU())]) == "1 RMSNorm, 1 SiLU in layers 1"
     assert summary(norms("tower.0.a", "layers.0.a", "tower.1.a")) == "3 RMSNorm in layers 0, tower 0-1"
     assert summary(norms("z.norm", "a.norm", "layers.3.n")) == "3 RMSNorm in layers 3, a.norm, z.norm"
     # names that only start like a layer's
     assert summary(norms("layers.first.norm", "0")) == "2 RMSNorm in 0, layers.first.norm"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1, 2, 5], "0-2 5"),
-        ([7, 2, 1, 9, 8], "1-2 7-9"),
-        ([0, 2, 4], "0 2 4"),
-        ([9, 10], "9-10"),
-    ],
-    ids=str,
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert _ranges(numbers) == text
 
 
 def test_converters_that_cannot_be_combined_are_an_error() -> None:

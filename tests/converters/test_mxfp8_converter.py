@@ -20,7 +20,7 @@ from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.config.sections import Mxfp8, Npu
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.converters.gmm import NpuGroupedExperts
-from torchtitan_npu.converters.mxfp8 import NpuMxLinear, chip_error, linear_limit_errors
+from torchtitan_npu.converters.mxfp8 import Mxfp8Converter, NpuMxLinear, linear_limit_errors
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.ops.mxfp8.function import Recipe, mx_linear
 
@@ -141,8 +141,8 @@ def test_errors() -> None:
 
 
 def test_only_a_950_has_the_operators() -> None:
-    assert {chip.series for name, chip in CHIPS.items() if chip_error(name) is None} == {"950"}
-    assert chip_error("Ascend910B3") == (
+    assert {chip.series for name, chip in CHIPS.items() if Mxfp8Converter.chip_error(name) is None} == {"950"}
+    assert Mxfp8Converter.chip_error("Ascend910B3") == (
         "MXFP8 needs a chip of the series 950 (Atlas A5), and the series of Ascend910B3 is 910B"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 
 from torchtitan_npu import cann, platform
+from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
@@ -42,9 +44,14 @@ class Converter(ABC):
     """The fused operators that the replacements call, unless a replacement has its own ``operators``."""
     conflicts: ClassVar[dict[str, str]] = {}
     """Other names in ``model.converters`` that cannot be combined with this one, and why."""
-
+    chip_series: ClassVar[tuple[str, ...]] = ()
+    """The series of the chips (:mod:`torchtitan_npu.chips`) for which CANN documents the operators. Empty: all."""
+    chip_limit: ClassVar[str] = ""
+    """How an error describes ``chip_series``."""
     exact: ClassVar[bool] = True
     """The results differ by rounding in the dtypes of the job only."""
+    sorts_tokens: ClassVar[bool] = False
+    """The replacements need the tokens in TorchTitan's order of experts."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         self.job_config = with_all_sections(job_config)
@@ -68,11 +75,16 @@ class Converter(ABC):
         sections: list[Training | Validation] = [config.training]
         if config.validation.enable:
             sections.append(config.validation)
-        microbatches = 1  # a pipeline splits validation batches into as many as training batches
-        if dims.pp_enabled:
-            size = config.parallelism.pipeline_parallel_microbatch_size
-            microbatches = max(1, config.training.local_batch_size // size)
+        # a pipeline splits validation batches into as many microbatches as training batches
+        microbatches = max(1, self.microbatches() or 1)
         return [(section.local_batch_size // microbatches, section.seq_len // dims.cp) for section in sections]
+
+    def microbatches(self) -> int | None:
+        """Return the number of microbatches of a pipeline, or ``None`` without one."""
+        if not self.parallel_dims.pp_enabled:
+            return None
+        config = self.job_config
+        return config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
 
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of the activations. TorchTitan has no mixed precision with TP or PP and without FSDP."""
@@ -85,10 +97,26 @@ class Converter(ABC):
         for other, reason in self.conflicts.items():
             if other in self.job_config.model.converters:
                 return f"{self.name} and {other} cannot be combined: {reason}; list one of them"
+        if self.sorts_tokens and self.job_config.parallelism.expert_parallel_comm_backend == "deepep":
+            return (
+                f'{self.name} and parallelism.expert_parallel_comm_backend = "deepep" cannot be combined: DeepEP has '
+                f'its own order of tokens; set it to "standard", or remove {self.name} from the list'
+            )
         installed = platform.cann_version()
         if installed is not None and (error := cann.converter_error(self.name, installed)):
             return f"{error}; install a newer CANN, or remove {self.name} from the list"
+        chip = torch.get_device_module("npu").get_device_name() if platform.backend() == "npu" else None
+        if chip is not None and (error := self.chip_error(chip)):
+            return f"{error}; remove {self.name} from model.converters"
         return None
+
+    @classmethod
+    def chip_error(cls, chip: str) -> str | None:
+        """Return why ``chip``, the name of an NPU, cannot run the operators, or ``None``."""
+        series = CHIPS[chip].series if chip in CHIPS else "unknown"
+        if not cls.chip_series or series in cls.chip_series:
+            return None
+        return f"{cls.chip_limit}, and the series of {chip} is {series}"
 
     def check_job(self) -> None:
         """Raise the :meth:`job_error`, if there is one."""
@@ -178,12 +206,12 @@ def convert_module(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
 
 def swap_forward(module: nn.Module, cls: type[ModuleType]) -> ModuleType:
     """Like :func:`convert_module`, for a ``module`` whose class may be a sibling of ``cls`` with the same forward."""
-    return convert_module(module, cls if issubclass(cls, type(module)) else _both(cls, type(module)))  # type: ignore[arg-type]
+    return convert_module(module, cls if issubclass(cls, type(module)) else _derived(cls, type(module)))  # type: ignore[arg-type]
 
 
-@functools.cache
-def _both(ours: type[nn.Module], theirs: type[nn.Module]) -> Any:
-    return type(f"Npu{theirs.__name__}", (ours, theirs), {})
+@functools.cache  # one class for all layers
+def _derived(cls: type[nn.Module], original: type[nn.Module]) -> Any:
+    return type(f"Npu{original.__name__}", (cls, original), {})
 
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
@@ -198,21 +226,16 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
 def summary(targets: list[tuple[str, nn.Module]]) -> str:
     """Describe ``targets`` by number, type and name: ``"13 RMSNorm in layers 0-5, norm"``."""
     types = Counter(type(module).__name__ for _, module in targets)
-    layers, names = set(), set()
+    names: list[str] = []
+    layers: dict[str, set[int]] = {}  # by the path of their container
     for fqn, _ in targets:
-        path = fqn.split(".")
-        number = next((i for i, part in enumerate(path) if part.isdecimal()), None)
-        if number is None:
-            names.add(fqn)
+        if number := re.search(r"(?:^|\.)(\d+)(?=\.|$)", fqn):
+            layers.setdefault(fqn[: number.start()], set()).add(int(number[1]))
         else:
-            layers.add((".".join(path[:number]), int(path[number])))
-    paths = sorted({path for path, _ in layers})
-    where = [f"{path} {_ranges([n for p, n in layers if p == path])}".strip() for path in paths]
+            names.append(fqn)
+    where = []
+    for path, numbers in sorted(layers.items()):
+        starts, ends = (sorted(n for n in numbers if n + step not in numbers) for step in (-1, 1))
+        ranges = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+        where.append(f"{path} {ranges}".strip())
     return f"{', '.join(f'{n} {name}' for name, n in types.items())} in {', '.join([*where, *sorted(names)])}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Format ``[0, 1, 2, 5]`` as ``"0-2 5"``."""
-    ends = sorted(n for n in numbers if n + 1 not in numbers)
-    starts = sorted(n for n in numbers if n - 1 not in numbers)
-    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
-from torchtitan_npu import platform
-from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.converters.base import Converter, register, swap_forward
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.log import log_on_first_rank
@@ -23,9 +21,6 @@ from torchtitan_npu.titan_internals.hooks import forces_load_balance
 
 EPSILON = 1e-20
 """TorchTitan adds it to the sum of a token's scores."""
-
-SERIES_WITH_GRADIENT = ("910B", "910_93")
-"""The chips, by series, for which CANN 9.1 documents ``aclnnMoeGatingTopKBackward``."""
 
 
 class NpuRouter(TokenChoiceTopKRouter):
@@ -85,18 +80,6 @@ def reason_not_converted(router: TokenChoiceTopKRouter) -> str | None:
     return None
 
 
-def chip_error(chip: str) -> str | None:
-    """Return why ``chip``, the name of an NPU, cannot train with the operator, or ``None``."""
-    series = CHIPS[chip].series if chip in CHIPS else "unknown"
-    if series in SERIES_WITH_GRADIENT:
-        return None
-    documented = " and ".join(SERIES_WITH_GRADIENT)
-    return (
-        f"CANN documents the gradient of npu_moe_gating_top_k for the series {documented} only, and the series of "
-        f"{chip} is {series}"
-    )
-
-
 @register
 class GatingConverter(Converter):
     """Replaces every ``TokenChoiceTopKRouter`` with normalised sigmoid scores."""
@@ -104,33 +87,27 @@ class GatingConverter(Converter):
     name = "npu_gating"
     looks_for = "TorchTitan TokenChoiceTopKRouter"
     operators = ("npu_moe_gating_top_k",)
+    chip_series = ("910B", "910_93")  # aclnnMoeGatingTopKBackward of CANN 9.1
+    chip_limit = "CANN documents the gradient of npu_moe_gating_top_k for the series 910B and 910_93 only"
 
     def job_error(self) -> str | None:
-        if error := super().job_error():
-            return error
         if self.job_config.debug.moe_force_load_balance:
             return f"debug.moe_force_load_balance is set: unset it, or remove {self.name} from model.converters"
-        if platform.backend() == "npu" and (error := chip_error(torch.get_device_module("npu").get_device_name())):
-            return f"{error}; remove {self.name} from model.converters"
-        return None
+        return super().job_error()
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(fqn, router) for fqn, router, reason in _routers(model) if reason is None]
 
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the targets, and log the routers that are not among them. Raise if there are no targets."""
-        routers = _routers(model)
-        targets: list[tuple[str, nn.Module]] = [(fqn, router) for fqn, router, reason in routers if reason is None]
-        others = [(fqn, reason) for fqn, _, reason in routers if reason is not None]
-        if not routers:
-            return super().found_targets(model)  # raises
-        if not targets:
-            fqn, reason = others[0]
+        """Return the targets, and log the other routers. Raise if there are no targets."""
+        refused = [(fqn, reason) for fqn, _, reason in _routers(model) if reason is not None]
+        if refused and not self.targets(model):
+            fqn, reason = refused[0]
             advice = f"remove {self.name} from model.converters"
             raise UsageError(f"model.converters: {self.name} cannot replace {fqn}: {reason}; {advice}")
-        for fqn, reason in others:
+        for fqn, reason in refused:
             log_on_first_rank(f"{self.name}: not converted: {fqn}: {reason}")
-        return targets
+        return super().found_targets(model)
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         return swap_forward(module, NpuRouter)

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import GroupedExperts
 
 from torchtitan_npu.converters.base import Converter, register, swap_forward
-from torchtitan_npu.converters.permute import deepep_error
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.grouped_matmul.op import grouped_matmul
@@ -89,13 +88,11 @@ class GroupedMatmulConverter(Converter):
     name = "npu_gmm"
     looks_for = "TorchTitan GroupedExperts"
     operators = ("npu_grouped_matmul", "npu_swiglu")
+    sorts_tokens = True
     conflicts: ClassVar[dict[str, str]] = {
         "quantize.grouped_mm.float8": "it quantizes torch._grouped_mm, which is not called any more",
         "quantize.grouped_mm.mx": "it quantizes torch._grouped_mm, which is not called any more",
     }
-
-    def job_error(self) -> str | None:
-        return super().job_error() or deepep_error(self.name, self.job_config)
 
     def targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_npu import platform
-from torchtitan_npu.chips import CHIPS
 from torchtitan_npu.converters.base import Converter, convert_module, register, summary
 from torchtitan_npu.converters.gmm import REPLACEMENTS, NpuGroupedExperts, product_dtype
 from torchtitan_npu.errors import UsageError
@@ -22,9 +20,6 @@ from torchtitan_npu.log import log_on_first_rank
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.ops.mxfp8.function import Recipe, mx_linear
 from torchtitan_npu.ops.mxfp8.reference import BLOCK, E4M3, E5M2
-
-SERIES = "950"
-"""The chips for which CANN documents MXFP8."""
 
 
 class NpuMxLinear(nn.Linear):
@@ -70,14 +65,6 @@ def sharded_linear(x: Tensor, weight: DTensor, recipe: Recipe) -> Tensor:
     return DTensor.from_local(y, weight.device_mesh, [output], run_check=False)
 
 
-def chip_error(chip: str) -> str | None:
-    """Return why ``chip``, the name of an NPU, cannot run the operators, or ``None``."""
-    series = CHIPS[chip].series if chip in CHIPS else "unknown"
-    if series == SERIES:
-        return None
-    return f"MXFP8 needs a chip of the series {SERIES} (Atlas A5), and the series of {chip} is {series}"
-
-
 @register
 class Mxfp8Converter(Converter):
     """Quantizes ``nn.Linear`` modules and the experts that ``npu_gmm`` replaces."""
@@ -85,19 +72,13 @@ class Mxfp8Converter(Converter):
     name = "npu_mxfp8"
     looks_for = "nn.Linear or experts that can be quantized"
     exact = False
+    chip_series, chip_limit = ("950",), "MXFP8 needs a chip of the series 950 (Atlas A5)"
     operators = ("npu_dynamic_mx_quant", "npu_grouped_dynamic_mx_quant", "npu_grouped_matmul")
     conflicts: ClassVar[dict[str, str]] = {
         f"quantize.{products}.{kind}": "both quantize the same products"
         for products in ("linear", "grouped_mm")
         for kind in ("float8", "mx")
     }
-
-    def job_error(self) -> str | None:
-        if error := super().job_error():
-            return error
-        if platform.backend() == "npu" and (error := chip_error(torch.get_device_module("npu").get_device_name())):
-            return f"{error}; remove {self.name} from model.converters"
-        return None
 
     def recipe(self) -> Recipe:
         """Return the recipe of the job's options."""
@@ -113,14 +94,15 @@ class Mxfp8Converter(Converter):
         return [(fqn, module) for fqn, module, reason in self.candidates(model) if reason is None]
 
     def convert(self, model: nn.Module) -> None:
-        """Replace every target, and log the linear layers and experts that are none."""
+        """Convert all targets; log every linear layer and experts left unquantized, and why."""
         by_reason: dict[str, list[tuple[str, nn.Module]]] = {}
         for fqn, module, reason in self.candidates(model):
             if reason is not None:
                 by_reason.setdefault(reason, []).append((fqn, module))
         super().convert(model)
         for reason, modules in by_reason.items():
-            log_on_first_rank(f"{self.name}: not quantized: {summary(modules)} ({_names(modules)}): {reason}")
+            names = ", ".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn, _ in modules))
+            log_on_first_rank(f"{self.name}: not quantized: {summary(modules)} ({names}): {reason}")
 
     def found_targets(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the targets. Raise if there are none, or if they are experts that ``npu_gmm`` does not replace."""
@@ -137,11 +119,9 @@ class Mxfp8Converter(Converter):
         options = self.job_config.mxfp8
         for fqn, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                wanted, known, sizes = options.linear, type(module) is nn.Linear, module.weight.shape
-                key = "linear"
+                key, known, sizes = "linear", type(module) is nn.Linear, module.weight.shape
             elif isinstance(module, GroupedExperts) or type(module).forward in REPLACEMENTS:
-                wanted, known = options.experts, _is_experts(module)
-                key, sizes = "experts", next(module.parameters()).shape[1:]
+                key, known, sizes = "experts", _is_experts(module), next(module.parameters()).shape[1:]
             else:
                 continue
             parent, _, name = fqn.rpartition(".")
@@ -149,7 +129,7 @@ class Mxfp8Converter(Converter):
             chunked = fqn == "output" and self.job_config.npu.loss_chunk_tokens > 0
             excluded = next((part for part in options.filter_fqns if part in fqn), None)
             reason = None
-            if not wanted:
+            if not getattr(options, key):
                 reason = f"mxfp8.{key} is false"
             elif excluded is not None:
                 reason = f"mxfp8.filter_fqns has {excluded!r}"
@@ -176,17 +156,11 @@ class Mxfp8Converter(Converter):
                 return []
             rows = torch.empty(1, BLOCK, dtype=self.compute_dtype(), device="meta")
             return OPS["npu_grouped_dynamic_mx_quant"].limit_errors(x=rows)
-        return linear_limit_errors(
-            *self.largest_features(cast(nn.Linear, module)),
-            [sequences * tokens for sequences, tokens in self.batches()],
-            self.compute_dtype(),
-            self.recipe(),
-        )
-
-    def largest_features(self, linear: nn.Linear) -> tuple[int, int]:
-        """Return (out_features, in_features) of a rank. Tensor parallel shards the larger one of a large layer."""
-        n, k = linear.weight.shape
-        return (n // self.parallel_dims.tp, k) if n > k else (n, k // self.parallel_dims.tp)
+        n, k = cast(nn.Linear, module).weight.shape
+        # tensor parallel shards the larger dimension of a large layer
+        n, k = (n // self.parallel_dims.tp, k) if n > k else (n, k // self.parallel_dims.tp)
+        tokens = [sequences * length for sequences, length in self.batches()]
+        return linear_limit_errors(n, k, tokens, self.compute_dtype(), self.recipe())
 
 
 def linear_limit_errors(n: int, k: int, rows: list[int], dtype: torch.dtype, recipe: Recipe) -> list[str]:
@@ -208,8 +182,3 @@ def linear_limit_errors(n: int, k: int, rows: list[int], dtype: torch.dtype, rec
 
 def _is_experts(module: nn.Module) -> bool:
     return type(module).forward in (GroupedExperts.forward, NpuGroupedExperts.forward)
-
-
-def _names(modules: list[tuple[str, nn.Module]]) -> str:
-    """Return the last parts of the names, each once: ``"gate, wk"``."""
-    return ", ".join(dict.fromkeys(fqn.rpartition(".")[2] for fqn, _ in modules))

@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -100,16 +99,6 @@ class NpuMoE(MoE):
         return self.count_in_recomputation or not in_backward_pass()
 
 
-def deepep_error(name: str, job_config: JobConfig) -> str | None:
-    """Return why converter ``name`` cannot be combined with DeepEP, or ``None`` if the job does not use DeepEP."""
-    if job_config.parallelism.expert_parallel_comm_backend != "deepep":
-        return None
-    return (
-        f'{name} and parallelism.expert_parallel_comm_backend = "deepep" cannot be combined: DeepEP has its own order '
-        f'of tokens; set it to "standard", or remove {name} from the list'
-    )
-
-
 @register
 class PermuteConverter(Converter):
     """Replaces every ``MoE``, and every subclass with its forward."""
@@ -117,9 +106,10 @@ class PermuteConverter(Converter):
     name = "npu_permute"
     looks_for = "TorchTitan MoE"
     operators = ("npu_moe_token_permute", "npu_moe_token_unpermute")
+    sorts_tokens = True
 
     def job_error(self) -> str | None:
-        return super().job_error() or deepep_error(self.name, self.job_config) or self._dispatch_error()
+        return super().job_error() or self._dispatch_error()
 
     def _dispatch_error(self) -> str | None:
         name, degree = self.job_config.model.name, self.job_config.parallelism.expert_parallel_degree
@@ -164,7 +154,7 @@ class PermuteConverter(Converter):
         return moe
 
     def limit_errors(self, fqn: str, module: nn.Module) -> list[str]:
-        """Check the limits for a rank's own tokens. The number that expert parallel dispatches to it varies by step."""
+        """Check the limits for a rank's tokens. The number that expert parallel dispatches to it varies by step."""
         router = cast(MoE, module).router
         gate = cast(nn.Linear, router.gate).weight
         rows = max(sequences * length for sequences, length in self.batches())
