@@ -8,6 +8,7 @@ Packed documents are one call over all tokens, with the documents' ends in place
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,14 +64,11 @@ class NpuCausalAttention(ScaledDotProductAttentionWrapper):
         is_causal: bool = True,
     ) -> Tensor:
         """Attend from ``q`` (bsz, heads, seqlen, head_dim), under tensor parallel perhaps a DTensor."""
-        mask = self.mask.tensor if is_causal else None
-        if not isinstance(q, DTensor):
-            return _transposed(q, k, v, scale, mask)
-        return _with_heads_of(q, self.attend(q, k, v, scale, mask))
+        return _with_heads_of(q, self.attend(q, k, v, scale, self.mask.tensor if is_causal else None))
 
-    def attend(self, q: DTensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
         """Return this rank's output for its shards."""
-        return _transposed(q.to_local(), local(k), local(v), scale, mask)
+        return _attend(local(q), local(k), local(v), scale, mask)
 
 
 class NpuContextParallelAttention(NpuCausalAttention):
@@ -83,8 +81,8 @@ class NpuContextParallelAttention(NpuCausalAttention):
     head_tail = False
     """Each rank has two chunks of the sequence, one from each end."""
 
-    def attend(self, q: DTensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
-        assert isinstance(k, DTensor) and isinstance(v, DTensor) and mask is not None
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+        assert isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor) and mask is not None
         split = SequenceSplit(q.device_mesh.size(), self.head_tail)
         keys, values = (split.in_sequence_order(all_gather_kv(x), SEQUENCE_DIM) for x in (k, v))
         chunks, length = split.chunks_of(q.device_mesh.get_local_rank()), keys.shape[SEQUENCE_DIM] // split.chunks
@@ -92,7 +90,7 @@ class NpuContextParallelAttention(NpuCausalAttention):
         for chunk, queries in zip(chunks, q.to_local().chunk(len(chunks), SEQUENCE_DIM), strict=True):
             end = (chunk + 1) * length
             visible = keys.narrow(SEQUENCE_DIM, 0, end), values.narrow(SEQUENCE_DIM, 0, end)
-            outputs.append(_transposed(queries, *visible, scale, mask))
+            outputs.append(_attend(queries, *visible, scale, mask))
         return torch.cat(outputs, dim=SEQUENCE_DIM)
 
 
@@ -106,8 +104,8 @@ class NpuVarlenAttention(VarlenAttentionWrapper):
     ) -> Tensor:
         """Return (bsz * seqlen, heads, head_dim), from ``xq`` (bsz, heads, seqlen, head_dim)."""
         assert isinstance(attention_masks, VarlenDocuments)
-        out = _packed(local(xq), local(xk), local(xv), attention_masks.documents, scale, self.mask.tensor)
-        return _with_heads_of(xq, out)
+        out = _attend(local(xq), local(xk), local(xv), scale, self.mask.tensor, attention_masks.documents)
+        return _with_heads_of(xq, out.transpose(1, 2).flatten(0, 1))
 
 
 class NpuFlexAttention(FlexAttentionWrapper):
@@ -129,7 +127,7 @@ class NpuFlexAttention(FlexAttentionWrapper):
     ) -> Tensor:
         """Attend from ``q`` (bsz, heads, seqlen, head_dim)."""
         assert isinstance(block_mask, BlockDocuments) and score_mod is None and not return_lse
-        out = _in_documents(local(q), local(k), local(v), block_mask.documents, scale, self.mask.tensor)
+        out = _attend(local(q), local(k), local(v), scale, self.mask.tensor, block_mask.documents)
         return _with_heads_of(q, out)
 
 
@@ -141,7 +139,7 @@ class NpuMaskedAttention(MaskedAttention):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention_masks: Any, *, scale: float, enable_gqa: bool
     ) -> Tensor:
-        return _in_documents(q, k, v, attention_masks, scale, self.mask.tensor)
+        return _attend(q, k, v, scale, self.mask.tensor, attention_masks)
 
 
 class NpuDocumentMask(DocumentMask):
@@ -155,12 +153,8 @@ class NpuFrameAttention(FrameAttention):
     """Attention within the frames of a batch, in one call."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-        ends: list[int] = []
-        end = 0
-        for frames, length in runs:
-            ends += range(end + length, end + frames * length + 1, length)
-            end += frames * length
-        return packed_attention(q, k, v, ends, scale=None, mask=None)
+        lengths = (length for frames, length in runs for _ in range(frames))
+        return packed_attention(q, k, v, list(accumulate(lengths)), scale=None, mask=None)
 
 
 def _with_heads_of(q: Tensor, out: Tensor) -> Tensor:
@@ -170,25 +164,17 @@ def _with_heads_of(q: Tensor, out: Tensor) -> Tensor:
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
-def _transposed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
-    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim), in that shape."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return attention(q, k, v, scale, mask).transpose(1, 2)
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, mask: Tensor | None) -> Tensor:
-    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim) in documents: (bsz * seqlen, heads, head_dim)."""
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
-    return packed_attention(q, k, v, documents.cu_seqlens_k.integers, scale, mask)
-
-
-def _in_documents(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scale: float | None, mask: Tensor | None
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, documents: Documents | None = None
 ) -> Tensor:
-    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim), in that shape."""
+    """Return the attention of ``q`` (bsz, heads, seqlen, head_dim), in that shape, within ``documents`` if passed."""
+    bsz = q.shape[0]
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # (bsz, seqlen, heads, head_dim)
     if documents is None:
-        return _transposed(q, k, v, scale, mask)
-    return _packed(q, k, v, documents, scale, mask).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+        return attention(q, k, v, scale, mask).transpose(1, 2)
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out = packed_attention(q, k, v, documents.cu_seqlens_k.integers, scale, mask)
+    return out.unflatten(0, (bsz, -1)).transpose(1, 2)
 
 
 class VarlenDocuments(VarlenMetadata):
@@ -281,10 +267,8 @@ class AttentionConverter(Converter):
         model.register_forward_pre_hook(self.mask.prepare, with_kwargs=True)
         args: Any = getattr(model, "model_args", None)
         if getattr(args, "attn_type", None) in MASKS:
-            replaced: Any = model
-            replaced.get_attention_masks = MaskOfBatch(
-                MASKS[args.attn_type], self._masks_documents(model), self._microbatches()
-            )
+            masks: Any = MaskOfBatch(MASKS[args.attn_type], self._masks_documents(model), self.microbatches())
+            model.get_attention_masks = masks
 
     def replacement(self, fqn: str, module: nn.Module) -> nn.Module:
         cls = REPLACEMENTS[type(module)]
@@ -301,10 +285,3 @@ class AttentionConverter(Converter):
         if getattr(args, "attn_type", None) in MASKS:
             return getattr(args, "attn_mask_type", None) == "block_causal"
         return any(isinstance(module, DocumentMask) for module in model.modules())
-
-    def _microbatches(self) -> int | None:
-        if not self.parallel_dims.pp_enabled:
-            return None
-        return (
-            self.job_config.training.local_batch_size // self.job_config.parallelism.pipeline_parallel_microbatch_size
-        )

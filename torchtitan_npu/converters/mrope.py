@@ -12,6 +12,7 @@ training, inside an autograd function (:mod:`torchtitan_npu.ops.mrope`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,37 +58,26 @@ class NpuMRoPETables(MRoPETables):
 
 
 class NpuMRoPERotation(MRoPERotation):
-    """Rotates by ``npu_rotary_mul`` if it is given tables, by ``npu_mrope`` if it is given positions."""
+    """Rotates by ``npu_rotary_mul`` if ``positions`` are tables, else by ``npu_mrope``, with ``table`` as its cache."""
 
     def forward(
         self, xq: Tensor, xk: Tensor, table: Tensor, positions: Tensor | RotaryTables | None = None
     ) -> tuple[Tensor, Tensor]:
         if isinstance(positions, RotaryTables):
-            cos, sin = positions.cos_sin("half")  # (bsz, seqlen, 1, rotary_dim)
-            return self._by_tables(xq, cos, sin), self._by_tables(xk, cos, sin)
+            return self._by_tables(xq, positions), self._by_tables(xk, positions)
         assert positions is not None
-        return self._in_one_call(xq, xk, table, positions)
+        # (tokens, heads * head_dim) in the cache's dtype: under autocast a norm may have returned float32
+        q, k = (x.reshape(positions.shape[1], -1).to(table.dtype) for x in (xq, xk))
+        modes = {"rotary_mode": "half", "cache_mode": cache_mode(self)}
+        q, k = mrope(positions, q, k, table, self.head_dim, mrope_section=self.section, **modes)
+        return q.view_as(xq).to(xq.dtype), k.view_as(xk).to(xk.dtype)
 
-    def _by_tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _by_tables(self, x: Tensor, tables: RotaryTables) -> Tensor:
+        cos, sin = tables.cos_sin("half")  # (bsz, seqlen, 1, rotary_dim)
         if self.rotary_dim == self.head_dim:
             return rotated(x, cos, sin, "half")
         first = rotated(x[..., : self.rotary_dim], cos, sin, "half")
         return torch.cat((first, x[..., self.rotary_dim :]), dim=-1)
-
-    def _in_one_call(self, xq: Tensor, xk: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # (tokens, heads * head_dim) in the cache's dtype: under autocast a norm may have returned float32
-        q, k = (x.reshape(positions.shape[1], -1).to(cos_sin_cache.dtype) for x in (xq, xk))
-        q, k = mrope(
-            positions,
-            q,
-            k,
-            cos_sin_cache,
-            self.head_dim,
-            mrope_section=self.section,
-            rotary_mode="half",
-            cache_mode=cache_mode(self),
-        )
-        return q.view_as(xq).to(xq.dtype), k.view_as(xk).to(xk.dtype)
 
 
 @register
@@ -114,17 +104,13 @@ class MRoPEConverter(Converter):
                 f"model.converters: {self.name} needs MRoPETables in the model and MRoPERotation in each layer, with "
                 f"the same mrope_section and layout: {type(model).__name__} has {', '.join(str(m) for _, m in targets)}"
             )
-        for fqn, module in targets:
-            if isinstance(module, MRoPERotation):
-                self._check(fqn, module)
+        for fqn, module in modules_of_type(model, MRoPERotation):
+            # the error of the first call of npu_mrope, which may come long after the start
+            if problem := next(OPS["npu_mrope"].argument_errors(**self._arguments(module)), None):
+                raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
         return targets
 
-    def _check(self, fqn: str, module: MRoPERotation) -> None:
-        """Raise the error of the first call of ``npu_mrope``, which may come long after the start."""
-        if problem := next(OPS["npu_mrope"].argument_errors(**self._arguments(module)), None):
-            raise UsageError(f"model.converters: {self.name}: {fqn}: {problem}")
-
-    def _arguments(self, module: MRoPERotation) -> dict[str, object]:
+    def _arguments(self, module: Any) -> dict[str, object]:
         """Return the arguments of a call in one layer on one rank, on the meta device."""
         training = self.job_config.training
         tokens = training.local_batch_size * training.seq_len

@@ -44,20 +44,16 @@ def sharded_linear(x: Tensor, weight: DTensor, recipe: Recipe) -> Tensor:
     if not isinstance(x, DTensor):
         raise UsageError("npu_mxfp8: the parallel plan shards a layer's weight, and must pass a DTensor to the layer")
     (placement,), last = weight.placements, x.ndim - 1
-    inputs: Placement
-    input_gradient: Placement
-    weight_gradient: Placement
-    output: Placement
+    plan: tuple[Placement, ...]  # of the input, its gradient, the weight's gradient and the output
     if placement.is_shard(0):  # by output features
-        inputs, input_gradient, weight_gradient, output = Replicate(), Partial(), placement, Shard(last)
+        plan = Replicate(), Partial(), placement, Shard(last)
     elif placement.is_shard(1):  # by input features
-        inputs, input_gradient, weight_gradient, output = Shard(last), Shard(last), placement, Partial()
+        plan = Shard(last), Shard(last), placement, Partial()
     else:
-        (inputs,) = x.placements
-        if inputs.is_partial() or inputs.is_shard(last):
-            inputs = Replicate()
-        input_gradient = output = inputs
-        weight_gradient = Partial() if inputs.is_shard() else Replicate()
+        (rows,) = x.placements
+        rows = Replicate() if rows.is_partial() or rows.is_shard(last) else rows
+        plan = rows, rows, Partial() if rows.is_shard() else Replicate(), rows
+    inputs, input_gradient, weight_gradient, output = plan
     x = x.redistribute(placements=[inputs])
     y = mx_linear(
         x.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient]), recipe

@@ -29,14 +29,11 @@ class NpuRMSNorm(nn.RMSNorm):
         compute_dtype, output_dtype = torch.promote_types(x.dtype, gamma.dtype), x.dtype
         if x.device.type in _AUTOCAST_TO_FLOAT32 and torch.is_autocast_enabled(x.device.type):
             compute_dtype = output_dtype = torch.promote_types(compute_dtype, torch.float32)
-        y, _ = torch.ops.npu.npu_rms_norm(x.to(compute_dtype), gamma.to(compute_dtype), self._epsilon(x.dtype))
+        # no eps means the machine epsilon of float32, in which half precision is computed
+        no_eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        eps = no_eps if self.eps is None else self.eps
+        y, _ = torch.ops.npu.npu_rms_norm(x.to(compute_dtype), gamma.to(compute_dtype), eps)
         return y.to(output_dtype)
-
-    def _epsilon(self, dtype: torch.dtype) -> float:
-        """Return ``eps``; ``None`` means the machine epsilon of float32, in which half precision is computed."""
-        if self.eps is not None:
-            return self.eps
-        return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
 @register

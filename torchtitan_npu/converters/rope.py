@@ -50,9 +50,14 @@ from torchtitan_npu.ops import OPS
 from torchtitan_npu.titan_internals.rebind import copy_with_globals
 from torchtitan_npu.torch_internals.autograd import modification_count
 
-
-def _register_attention_of(titan: Any, model_cls: type[nn.Module], pairing: Pairing, tensors: int) -> None:
-    """Register the attention in one of TorchTitan's modules. Each has an ``apply_rotary_emb`` of its own."""
+titan: Any
+for titan, model_cls, pairing, tensors in (
+    (llama3, llama3.Transformer, INTERLEAVE, 2),
+    (llama4, llama4.Transformer, INTERLEAVE, 2),
+    (deepseek_v3, deepseek_v3.DeepSeekV3Model, INTERLEAVE, 1),
+    (qwen3, qwen3.Qwen3Model, HALF, 2),
+    (gpt_oss, gpt_oss.GptOssModel, HALF, 2),
+):
     register_rotation(
         titan.Attention,
         titan.apply_rotary_emb,
@@ -61,13 +66,6 @@ def _register_attention_of(titan: Any, model_cls: type[nn.Module], pairing: Pair
         runs_in=lambda module: getattr(module, "use_rope", True),  # every n-th layer of llama4 has no rotation
         passed_by=(titan.Attention, titan.TransformerBlock, model_cls),
     )
-
-
-_register_attention_of(llama3, llama3.Transformer, INTERLEAVE, tensors=2)
-_register_attention_of(llama4, llama4.Transformer, INTERLEAVE, tensors=2)
-_register_attention_of(deepseek_v3, deepseek_v3.DeepSeekV3Model, INTERLEAVE, tensors=1)
-_register_attention_of(qwen3, qwen3.Qwen3Model, HALF, tensors=2)
-_register_attention_of(gpt_oss, gpt_oss.GptOssModel, HALF, tensors=2)
 
 Angles = Tensor | RotaryTables
 """The argument that a model passes its buffer of angles in."""
@@ -84,7 +82,7 @@ def rotate(pairing: Pairing, angles: Angles, positions: Positions, *tensors: Ten
     elif positions is None:
         tables = pairing.tables(local(angles)[None, :sequence])  # type: ignore[arg-type]
     else:
-        tables = pairing.tables(rows(local(angles), 0, local(positions)))  # type: ignore[arg-type]
+        tables = pairing.tables(look_up(local(angles), 0, local(positions)))  # type: ignore[arg-type]
     longer = shared is not None and shared.covers_all_positions and tables.shape[2] > sequence
     if tables.shape[1] not in (1, batch) or not (tables.shape[2] == sequence or longer):
         raise ValueError(
@@ -112,7 +110,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor:
     return y.reshape(x.shape).to(x.dtype)
 
 
-def rows(table: Tensor, dim: int, positions: Tensor) -> Tensor:
+def look_up(table: Tensor, dim: int, positions: Tensor) -> Tensor:
     """Return ``table[positions]`` along ``dim``; unlike indexing, a negative position is an error."""
     return table.index_select(dim, positions.flatten()).unflatten(dim, positions.shape)
 
@@ -158,15 +156,11 @@ REPLACEMENTS: dict[tuple[Pairing, int], Callable[..., Any]] = {
 def rotations_of(module: nn.Module) -> tuple[Rotation, ...]:
     """Return the rotations of a module whose class, or a parent of it with the same methods, is registered."""
     cls = type(module)
-    registered = next((parent for parent in cls.__mro__ if parent in ROTATIONS), None)
-    if registered is None:
-        return ()
-    overridden = any(
-        inspect.getattr_static(cls, name) is not inspect.getattr_static(registered, name)
-        for rotation in ROTATIONS[registered]
-        for name in rotation.methods
-    )
-    return () if overridden else ROTATIONS[registered]
+    registered = next((parent for parent in cls.__mro__ if parent in ROTATIONS), cls)
+    rotations = ROTATIONS.get(registered, ())
+    methods = {name for rotation in rotations for name in rotation.methods}
+    inherited = all(inspect.getattr_static(cls, name) is inspect.getattr_static(registered, name) for name in methods)
+    return rotations if inherited else ()
 
 
 def pairings_of(module: nn.Module) -> frozenset[Pairing]:
@@ -183,7 +177,7 @@ def rotating(cls: type[nn.Module], rotations: tuple[Rotation, ...]) -> type[nn.M
 
     replacements = {r.function: REPLACEMENTS[r.pairing, r.tensors] for r in rotations}
     methods: dict[str, Any] = {"extra_repr": extra_repr}
-    for name in (name for rotation in rotations for name in rotation.methods):
+    for name in {name for rotation in rotations for name in rotation.methods}:
         original = inspect.getattr_static(cls, name)
         # TorchTitan's attention calls the rotation by a global name
         methods[name] = copy_with_globals(original, replacements)
@@ -253,7 +247,7 @@ class PositionTables(AllPositionTables):
         positions = call.arguments.get("positions")
         if not isinstance(positions, RotaryTables):  # the hook of an outer model may have run
             tables = self.tables(model)
-            chosen = tables.unsqueeze(1) if positions is None else rows(tables, 1, positions)
+            chosen = tables.unsqueeze(1) if positions is None else look_up(tables, 1, positions)
             # not as an argument of its own: TorchTitan's models pass their blocks no other, and an attribute of the
             # layers would have a later microbatch's tables when activation checkpointing recomputes an earlier one
             call.arguments["positions"] = RotaryTables(chosen, self.modes, "positions", positions)
@@ -356,9 +350,9 @@ class RoPEConverter(Converter):
         return attention
 
     def convert(self, model: nn.Module) -> None:
-        if others := unregistered(model):
+        if found := unregistered(model):
             log_on_first_rank(
-                f"{self.name}: not converted: {summary(others)}; register what they rotate by with "
+                f"{self.name}: not converted: {summary(found)}; register what they rotate by with "
                 "torchtitan_npu.layers.rotary.register_rotation"
             )
         targets = {module for _, module in self.targets(model) if any(p.cache for p in pairings_of(module))}
