@@ -35,7 +35,7 @@ from tests._helpers.training import TOLERANCE, Record, assert_same_gradients, to
 from torchtitan_npu.converters.attention import NpuCausalAttention, NpuFlexAttention, NpuVarlenAttention
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
-from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
+from torchtitan_npu.models.qwen3_vl.patch_grids import position_ids
 from torchtitan_npu.ops.fusion_attention import op as fusion_attention
 
 EOS = 7

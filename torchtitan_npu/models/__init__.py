@@ -1,7 +1,7 @@
 """Models that TorchTitan 0.2.2 does not have, laid out like its own.
 
-Each package has ``args.py`` (sizes and options), ``model.py``, ``parallelize.py`` and ``state_dict_adapter.py``, and a
-``get_train_spec`` in its ``__init__.py`` with the model's flavors. What models and converters share is in
+A package has ``args.py`` (sizes and options), ``model.py``, ``parallelize.py`` and ``state_dict_adapter.py``, and its
+``__init__.py`` has the model's flavors and ``get_train_spec``. Modules that models and converters share are in
 :mod:`torchtitan_npu.layers`. Data loaders and validators are added in :mod:`torchtitan_npu.train_specs`.
 """
 

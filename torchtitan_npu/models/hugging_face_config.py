@@ -14,7 +14,7 @@ from torchtitan_npu.errors import UsageError
 
 
 def hugging_face_config(name: str, args: Any) -> dict[str, Any]:
-    """Return the fields of ``config.json`` for the model ``name`` with the arguments ``args``, or ``None`` if unknown.
+    """Return the fields of ``config.json`` for the model ``name`` with the arguments ``args``.
 
     Raise :class:`UsageError` if transformers has no model that computes the same.
     """

@@ -31,8 +31,7 @@ from torchtitan_npu.components.dataloader import (
 from torchtitan_npu.components.validation import Validator
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
-from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, patch_coordinates
-from torchtitan_npu.models.qwen3_vl.position_ids import check_visual_tokens, position_ids
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grid, Grids, check_visual_tokens, patch_coordinates, position_ids
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import SECONDS_PER_FRAME, SEEDS, Picture, draw
 
 

@@ -12,7 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
-from torchtitan_npu.config.job_config import Dsa, with_all_sections
+from torchtitan_npu.config.job_config import with_all_sections
 from torchtitan_npu.errors import UsageError
 
 INDEX = ("index_q", "index_k", "index_weights")
@@ -168,12 +168,9 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         for key in ("tensor_parallel_degree", "context_parallel_degree"):
             if getattr(job_config.parallelism, key) > 1 and not (self.absorb or warmup):
                 raise UsageError(f"parallelism.{key} must be 1 for a flavor with absorb=False: it needs latent keys")
-        if config.npu.device_graphs:
-            self._check_device_graphs(job_config)
-
-    def _check_device_graphs(self, job_config: JobConfig) -> None:
-        """Raise if a layer has arguments or results that a device graph does not take."""
-        config = with_all_sections(job_config)
+        if not config.npu.device_graphs:
+            return
+        # a layer has arguments or results that a device graph does not take
         mtp_layers, masked = config.mtp.layers, config.dsa.document_mask
         shares = "S" in self.index_topk_pattern
         reasons = {
@@ -190,20 +187,17 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
         self.seq_len = job_config.training.seq_len
         # TorchTitan skips YaRN up to original_seq_len tokens; the released model always applies it
         self.max_seq_len = max(self.seq_len, self.original_seq_len + 1)
+        # set every option unconditionally: TorchTitan reuses the flavor's object for the next job
         config = with_all_sections(job_config)
-        self._choose_stage(config.dsa, job_config)
-        mtp = config.mtp
-        self.n_mtp_layers, self.mtp_loss_weight = mtp.layers, mtp.loss_weight
-
-    def _choose_stage(self, dsa: Dsa, job_config: JobConfig) -> None:
+        dsa, mtp = config.dsa, config.mtp
         self.indexer_loss, self.indexer_loss_weight = dsa.indexer_loss, dsa.indexer_loss_weight
         self.shared_indexer_loss = dsa.shared_indexer_loss
         self.warmup = dsa.stage == "warmup"
-        # set every option unconditionally: TorchTitan reuses the flavor's object for the next job
+        self.takes_attention_masks = dsa.document_mask
+        self.n_mtp_layers, self.mtp_loss_weight = mtp.layers, mtp.loss_weight
         parallelism, batch = job_config.parallelism, job_config.training.local_batch_size
         piped = parallelism.pipeline_parallel_degree > 1
         self.microbatches = batch // parallelism.pipeline_parallel_microbatch_size if piped else None
-        self.takes_attention_masks = dsa.document_mask
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the training FLOPs per token, by TorchTitan's rules.

@@ -7,6 +7,7 @@ A layer needs one all-gather of them, and one reduce-scatter of their gradients 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.attention import Attention, LocalKV
 
 
-class Chunk(NamedTuple):
+class SequenceChunk(NamedTuple):
     """Tokens of a rank that are contiguous in the sequence and on the rank."""
 
     first: int
@@ -48,11 +49,11 @@ class DSAContextParallel(ContextParallel):
             attention.kv_gather = AllGatherKV(self.mesh, self.split)
             attention.inner_attention = AttentionByChunks(attention.inner_attention, self)
 
-    def chunks(self, tokens: int) -> list[Chunk]:
+    def chunks(self, tokens: int) -> list[SequenceChunk]:
         """Return the chunks of this rank, which has ``tokens`` tokens of a sequence."""
         numbers = self.split.chunks_of(self.mesh.get_local_rank())
         length = tokens // len(numbers)
-        return [Chunk(i * length, number * length, length) for i, number in enumerate(numbers)]
+        return [SequenceChunk(i * length, number * length, length) for i, number in enumerate(numbers)]
 
     def masks(self, masks: Any, bsz: int, seqlen: int) -> list[list[tuple[int, Documents]]]:
         """Return for each row and chunk the first visible key, and the documents of its queries and keys."""
@@ -108,19 +109,13 @@ class AttentionByChunks(nn.Module):
 
     def query_positions(self, bsz: int, queries: int, keys: int, documents: Any, device: torch.device) -> Tensor:
         """Return the positions of this rank's queries (bsz, queries): see :meth:`SparseAttention.query_positions`."""
+        rows = bsz if documents is None else 1
 
-        def chunk_positions(rows: int, chunk: Chunk, start: int, own: Documents | None) -> Tensor:
-            return self.attention.query_positions(rows, chunk.length, chunk.start + chunk.length - start, own, device)
+        def positions(_: slice, chunk: SequenceChunk, start: int, inside: Documents | None) -> Tensor:
+            keys = chunk.start + chunk.length - start
+            return self.attention.query_positions(rows, chunk.length, keys, inside, device)
 
-        chunks = self.context.chunks(queries)
-        if documents is None:
-            return torch.cat([chunk_positions(bsz, chunk, 0, None) for chunk in chunks], dim=1)
-        return torch.cat(
-            [
-                torch.cat([chunk_positions(1, chunk, *part) for chunk, part in zip(chunks, parts, strict=True)], dim=1)
-                for parts in documents
-            ]
-        )
+        return self.by_chunk(queries, documents, positions)
 
     def forward(
         self,
@@ -135,7 +130,7 @@ class AttentionByChunks(nn.Module):
         """
         q, q_rope, k, k_rope, v, *index = projected
 
-        def attend(rows: slice, chunk: Chunk, start: int, own: Documents | None) -> Any:
+        def attend(rows: slice, chunk: SequenceChunk, start: int, inside: Documents | None) -> Any:
             queries = slice(chunk.first, chunk.first + chunk.length)
             keys = slice(start, chunk.start + chunk.length)
             one_k = k[rows, keys]
@@ -143,15 +138,22 @@ class AttentionByChunks(nn.Module):
             main = q[rows, queries], q_rope[rows, queries], one_k, k_rope[rows, keys], one_v
             one_index = [x[rows, tokens] for x, tokens in zip(index, (queries, keys, queries), strict=False)]
             chosen = None if selected is None else selected[rows, queries]
-            return self.attention(*main, *one_index, documents=own, scale=scale, selected=chosen)
+            return self.attention(*main, *one_index, documents=inside, scale=scale, selected=chosen)
 
-        chunks = self.context.chunks(q.shape[1])
+        return self.by_chunk(q.shape[1], documents, attend)
+
+    def by_chunk(
+        self, tokens: int, documents: list[list[tuple[int, Documents]]] | None, run: Callable[..., Any]
+    ) -> Any:
+        """Join the results of ``run(rows, chunk, first visible key, documents)`` for each chunk of this rank's tokens.
+
+        With documents, each row of the batch is a call of its own.
+        """
+        chunks = self.context.chunks(tokens)
         if documents is None:
-            return joined([attend(slice(None), chunk, 0, None) for chunk in chunks], dim=1)
+            return joined([run(slice(None), chunk, 0, None) for chunk in chunks], dim=1)
         rows = [
-            joined(
-                [attend(slice(row, row + 1), chunk, *part) for chunk, part in zip(chunks, parts, strict=True)], dim=1
-            )
+            joined([run(slice(row, row + 1), chunk, *part) for chunk, part in zip(chunks, parts, strict=True)], dim=1)
             for row, parts in enumerate(documents)
         ]
         return joined(rows, dim=0)

@@ -43,7 +43,7 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
             f"model.layers.{{}}.self_attn.indexer.{name}": f"layers.{{}}.attention.indexer.{name}" for name in INDEXER
         }
         self.from_hf_map |= {
-            f"model.layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight" for theirs, ours in MTP.items()
+            f"model.layers.{{}}.{hf_name}.weight": f"layers.{{}}.{name}.weight" for hf_name, name in MTP.items()
         }
         self.has_indexer = model_args.has_indexer
         self.mtp_layers = range(model_args.n_layers, model_args.n_layers + model_args.n_mtp_layers)
@@ -87,15 +87,15 @@ class DeepSeekV32StateDictAdapter(DeepSeekV3StateDictAdapter):
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_no_scales(hf_state_dict)
-        rest = {name: value for name, value in hf_state_dict.items() if not _is_repeated(name)}
+        remaining = {name: value for name, value in hf_state_dict.items() if not _is_repeated(name)}
         state_dict = {}
         for name, value in self.experts.items():
             views = super().to_hf({name: value})
-            if all(expert in rest and _is_same_memory(rest[expert], view) for expert, view in views.items()):
+            if all(one in remaining and _is_same_memory(remaining[one], view) for one, view in views.items()):
                 state_dict[name] = value
                 for expert in views:
-                    del rest[expert]
-        return state_dict | super().from_hf(rest)
+                    del remaining[expert]
+        return state_dict | super().from_hf(remaining)
 
 
 def _is_repeated(name: str) -> bool:

@@ -1,21 +1,53 @@
 """GLM-5 (``glm_moe_dsa``): the model of DeepSeek-V3.2 with other sizes, and one indexer for several layers.
 
-The modules, parallel plans and checkpoints are those of :mod:`torchtitan_npu.models.deepseek_v32`.
+The modules, parallel plans and checkpoints are those of :mod:`torchtitan_npu.models.deepseek_v32`. This file has every
+difference between the two models.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
 
-from torchtitan_npu.models.deepseek_v32 import RELEASED
+from torchtitan_npu.models.deepseek_v32 import RELEASED, cut, debug
 from torchtitan_npu.models.deepseek_v32 import get_train_spec as get_deepseek_v32_train_spec
-from torchtitan_npu.models.deepseek_v32.flavors import cut, debug
-from torchtitan_npu.models.glm_moe_dsa.args import GlmMoeDsaModelArgs, index_topk_pattern
+from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
 
 __all__ = ["GlmMoeDsaModelArgs", "glm_moe_dsa_args"]
+
+
+@dataclass
+class GlmMoeDsaModelArgs(DeepSeekV32ModelArgs):
+    norm_eps: float = 1e-5
+    """Of all norms but those of the latent vectors."""
+
+    index_rope: str = "interleave"
+    """The indexer rotates neighbouring elements. DeepSeek-V3.2's rotates elements half a head apart."""
+
+    rope_theta: float = 1_000_000.0
+
+    rope_factor: float = 1.0
+    """There is no YaRN."""
+
+    mtp_repeats_embeddings: bool = False
+
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
+        super().update_from_config(job_config, **kwargs)
+        # TorchTitan applies YaRN to more than original_seq_len positions; a factor of 1 would still round its angles
+        self.max_seq_len = self.original_seq_len = self.seq_len
+
+
+def index_topk_pattern(layers: int, frequency: int, offset: int) -> str:
+    """Return the released schedule: after the first ``offset`` layers, each ``frequency``-th layer has an indexer.
+
+    The arguments are ``index_topk_freq`` and ``index_skip_topk_offset`` of the release.
+    """
+    return "".join("F" if max(layer - offset + 1, 0) % frequency == 0 else "S" for layer in range(layers))
+
 
 GLM_5 = GlmMoeDsaModelArgs(  # the defaults of transformers' GlmMoeDsaConfig, which are those of the release
     vocab_size=154880,

@@ -11,8 +11,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs, VisionArgs
 from torchtitan_npu.models.qwen3_vl.model import Qwen3VLModel
 from torchtitan_npu.models.qwen3_vl.parallelize import parallelize_qwen3_vl
-from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_coordinates
-from torchtitan_npu.models.qwen3_vl.position_ids import check_visual_tokens, position_ids
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, check_visual_tokens, patch_coordinates, position_ids
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import register_datasets
 from torchtitan_npu.models.qwen3_vl.state_dict_adapter import Qwen3VLStateDictAdapter
 

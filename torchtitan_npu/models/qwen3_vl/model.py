@@ -15,8 +15,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.packed_attention import DocumentMask, MaskedAttention
 from torchtitan_npu.layers.rotary import MRoPERotation, MRoPETables, RotaryTables
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
-from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_coordinates, patches_of
-from torchtitan_npu.models.qwen3_vl.position_ids import position_ids
+from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_coordinates, patches_of, position_ids
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
 
 

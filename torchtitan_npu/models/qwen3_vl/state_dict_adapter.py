@@ -10,7 +10,6 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from torchtitan_npu.models.qwen3_vl.args import Qwen3VLModelArgs
@@ -48,15 +47,15 @@ TO_HF = {
     "output.weight": "lm_head.weight",
     "vision.pos_embed.weight": "model.visual.pos_embed.weight",
     "vision.patch_embed.bias": "model.visual.patch_embed.proj.bias",
-    **{ours: f"model.language_model.{theirs}" for ours, theirs in TEXT.items()},
+    **{name: f"model.language_model.{hf_name}" for name, hf_name in TEXT.items()},
     **{
-        f"vision.{ours}.{kind}": f"model.visual.{theirs}.{kind}"
-        for ours, theirs in VISION_MODULES.items()
+        f"vision.{name}.{kind}": f"model.visual.{hf_name}.{kind}"
+        for name, hf_name in VISION_MODULES.items()
         for kind in ("weight", "bias")
     },
 }
 """The weights that are only renamed: this model's name to Hugging Face's."""
-FROM_HF = {theirs: ours for ours, theirs in TO_HF.items()}
+FROM_HF = {hf_name: name for name, hf_name in TO_HF.items()}
 
 CONVOLUTION = ("vision.patch_embed.weight", "model.visual.patch_embed.proj.weight")
 QKV = re.compile(r"model\.visual\.blocks\.(\d+)\.attn\.qkv\.(weight|bias)")
@@ -118,19 +117,17 @@ class Qwen3VLStateDictAdapter(StateDictAdapter):
                 for w, part in zip(("wq", "wk", "wv"), value.chunk(3), strict=True):
                     state_dict[f"vision.layers.{layer}.attention.{w}.{kind}"] = part
             elif found := EXPERTS.fullmatch(name):
-                state_dict |= _experts(f"layers.{found[1]}.moe.experts", found[2], value)
+                experts = f"layers.{found[1]}.moe.experts"
+                if found[2] == "down":
+                    state_dict[f"{experts}.w2"] = value.mT
+                else:
+                    gate, up = value.chunk(2, dim=-1)
+                    state_dict |= {f"{experts}.w1": gate.mT, f"{experts}.w3": up.mT}
             else:
-                ours = _renamed(name, FROM_HF)
-                if ours is None:
+                new_name = _renamed(name, FROM_HF)
+                if new_name is None:
                     raise KeyError(f"{name} has no counterpart in qwen3_vl")
-                state_dict[ours] = value
+                state_dict[new_name] = value
         if self.model_args.enable_weight_tying and "tok_embeddings.weight" in state_dict:
             state_dict["output.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
-
-
-def _experts(name: str, which: str, value: Tensor) -> dict[str, Tensor]:
-    if which == "down":
-        return {f"{name}.w2": value.mT}
-    gate, up = value.chunk(2, dim=-1)
-    return {f"{name}.w1": gate.mT, f"{name}.w3": up.mT}
