@@ -55,7 +55,7 @@ TARGETS = {
     "qwen3": {"Attention": 2},
     "qwen3_moe": {"Attention": 2},
     "deepseek_v3": {"Attention": 2},
-    "deepseek_v32": {"Attention": 2, "Indexer": 2},
+    "deepseek_v32": {"DeepSeekV32Attention": 2, "Indexer": 2},
 }
 """Modules with rotations, in two layers. Each rotates queries and keys."""
 

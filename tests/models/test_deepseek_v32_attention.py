@@ -32,7 +32,7 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.layers.sparse_attention import divergence, index_scores, select
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, deepseekv32_args
-from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
 from torchtitan_npu.ops import OPS
 from torchtitan_npu.preflight.job import check_job
@@ -44,7 +44,7 @@ def attention_step(absorb: bool, top_k: int) -> dict[str, Tensor]:
     """Return output and gradients of one layer's attention in float64."""
     args = model_args(absorb=absorb, index_topk=top_k)
     torch.manual_seed(0)
-    attention = Attention(args).double()
+    attention = DeepSeekV32Attention(args).double()
     start_batch(attention, dtype=torch.float64)
     x = torch.randn(BATCH, SEQUENCE, args.dim, dtype=torch.float64, requires_grad=True)
     output = attention(x, precompute_freqs_cis(args), None)

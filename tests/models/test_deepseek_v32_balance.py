@@ -22,7 +22,7 @@ from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters.base import convert_module
 from torchtitan_npu.converters.dsa import DsaConverter, NpuSparseAttention
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32ModelArgs, deepseekv32_args
-from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention
 from torchtitan_npu.models.deepseek_v32.context_parallel import DSAContextParallel
 from torchtitan_npu.planner import fake_device, fake_ranks
 
@@ -87,14 +87,14 @@ def counted(rank: int, load_balancer: str | None) -> Counter[str]:
     config.training.seq_len = SEQUENCE
     args.update_from_config(config)
     with torch.device("meta"):
-        layer = Attention(args).to(torch.bfloat16)
+        layer = DeepSeekV32Attention(args).to(torch.bfloat16)
     layer.inner_attention = convert_module(layer.inner_attention, NpuSparseAttention)
     with fake_ranks(RANKS, rank):
         DSAContextParallel(init_device_mesh("cpu", (RANKS,)), load_balancer).parallelize(layer)
         return flops_of(layer, args)
 
 
-def flops_of(layer: Attention, args: DeepSeekV32ModelArgs) -> Counter[str]:
+def flops_of(layer: DeepSeekV32Attention, args: DeepSeekV32ModelArgs) -> Counter[str]:
     with fake_device():
         layer.to_empty(device="cpu")
         start_batch(layer, SEQUENCE)

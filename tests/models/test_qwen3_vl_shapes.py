@@ -26,7 +26,7 @@ from torchtitan_npu.models.qwen3_vl import (
 )
 from torchtitan_npu.models.qwen3_vl.patch_grids import patch_coordinates, patches_of
 from torchtitan_npu.models.qwen3_vl.shapes_dataset import COLOURS, MOVES, SEEDS, SIDES, Picture, draw
-from torchtitan_npu.train_specs.qwen3_vl_dataloader import PackedRows, build_image_text_dataloader, collate, patchify
+from torchtitan_npu.train_specs.qwen3_vl_dataloader import PictureRows, build_image_text_dataloader, collate, patchify
 
 torchtitan_npu.register()
 
@@ -36,8 +36,8 @@ SEQ_LEN = 96
 UNIT = ARGS.vision.patch_size * ARGS.vision.merge_size
 
 
-def rows(dataset: str = "shapes", seq_len: int = SEQ_LEN) -> PackedRows:
-    return PackedRows(dataset, TOKENIZER, ARGS, seq_len)
+def rows(dataset: str = "shapes", seq_len: int = SEQ_LEN) -> PictureRows:
+    return PictureRows(dataset, TOKENIZER, ARGS, seq_len)
 
 
 def loader(rank: int, ranks: int, local_batch_size: int, **options: Any) -> Any:

@@ -149,7 +149,7 @@ def _wrapper_of_npu() -> Iterator[None]:
         def ready_to_flush(self) -> bool:
             return False
 
-    class Calls(common.DeviceOpOverrides):
+    class NpuCalls(common.DeviceOpOverrides):
         def import_get_raw_stream_as(self, name: str) -> str:
             return f"{name} = torch.npu.current_stream"
 
@@ -173,7 +173,7 @@ def _wrapper_of_npu() -> Iterator[None]:
     entries = [table.get("npu") for table in tables]
     python_wrapper: Any = common.get_wrapper_codegen_for_device("cpu")
     common.register_backend_for_device("npu", NoKernels, python_wrapper)
-    common.register_device_op_overrides("npu", Calls())
+    common.register_device_op_overrides("npu", NpuCalls())
     try:
         yield
     finally:

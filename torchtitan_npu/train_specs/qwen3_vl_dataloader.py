@@ -58,13 +58,13 @@ def _build(section: str, dp_world_size: int, dp_rank: int, tokenizer: BaseTokeni
     options = worker_options(section, job_config)
     args: Any = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
     args.check_pictures(job_config)  # again: TorchTitan's own entry has no checks before the start
-    rows = PackedRows(config.dataset.lower(), tokenizer, args, config.seq_len)
+    rows = PictureRows(config.dataset.lower(), tokenizer, args, config.seq_len)
     batches = ImageTextBatches(rows, dp_rank, dp_world_size, config.local_batch_size)
     return LayoutIndependentDataLoader(batches, restart=section == "validation", **options)
 
 
 @dataclass
-class Document:
+class CaptionedPicture:
     """A picture and its caption. Only text tokens have labels."""
 
     inputs: Tensor
@@ -76,10 +76,10 @@ class Document:
     is_video: bool
 
 
-Row = list[Document]
+Row = list[CaptionedPicture]
 
 
-class PackedRows:
+class PictureRows:
     """The rows of a dataset, indexed by number."""
 
     def __init__(self, dataset: str, tokenizer: BaseTokenizer, args: Qwen3VLModelArgs, seq_len: int) -> None:
@@ -101,7 +101,7 @@ class PackedRows:
             )
         return row
 
-    def document(self, seed: str) -> Document:
+    def document(self, seed: str) -> CaptionedPicture:
         args, vision = self.args, self.args.vision
         picture = draw(seed, vision.patch_size * vision.merge_size, 2 * vision.frames_per_patch)
         patches, grid = patchify(picture, vision)
@@ -122,7 +122,7 @@ class PackedRows:
         visual = torch.tensor([pad, args.vision_start_token_id, args.vision_end_token_id])
         labels[torch.isin(labels, visual)] = IGNORE_INDEX
         grids = Grids(videos=[grid]) if is_video else Grids(images=[grid])
-        return Document(inputs, labels, position_ids(inputs[None], grids, args)[:, 0], patches, grid, is_video)
+        return CaptionedPicture(inputs, labels, position_ids(inputs[None], grids, args)[:, 0], patches, grid, is_video)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_bos=False, add_eos=False)
@@ -173,7 +173,7 @@ def collate(rows: list[Row], args: Qwen3VLModelArgs, seq_len: int, pad: int) -> 
 class ImageTextBatches(RankBatches):
     """The batches of one rank, each with the position to resume from after it."""
 
-    def __init__(self, rows: PackedRows, dp_rank: int, dp_world_size: int, local_batch_size: int) -> None:
+    def __init__(self, rows: PictureRows, dp_rank: int, dp_world_size: int, local_batch_size: int) -> None:
         super().__init__(rows, dp_rank, dp_world_size, local_batch_size)  # type: ignore[arg-type] # a text source there
         self.rows, self.next_row = rows, 0
 

@@ -17,8 +17,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan_npu.dist_utils import local
 from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import CuSeqlens, Documents
-from torchtitan_npu.models.deepseek_v32.attention import Attention as SparseAttention
-from torchtitan_npu.models.deepseek_v32.attention import LocalKV
+from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention, LocalKV
 
 
 class CachedTokens:
@@ -114,7 +113,7 @@ def attach_caches(model: Any) -> CachedTokens:
     tokens = CachedTokens()
     for block in model.layers.values():
         attention = block.attention
-        if isinstance(attention, SparseAttention):
+        if isinstance(attention, DeepSeekV32Attention):
             attention.kv_gather = CachedKeys(tokens)
         elif isinstance(attention.inner_attention, ScaledDotProductAttentionWrapper):
             attention.inner_attention = CachedAttention(attention.inner_attention, tokens)

@@ -34,7 +34,7 @@ def waited(node: Any, collective: Any) -> fx.Node | None:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """Chunk number ``index`` of the ``count`` equal chunks of ``source`` along ``dim``."""
 
     source: fx.Node
@@ -43,7 +43,7 @@ class Chunk:
     count: int
 
 
-def chunk_of(node: fx.Node) -> Chunk | None:
+def chunk_of(node: fx.Node) -> TensorChunk | None:
     """Return the chunk that ``node`` selects by a slice, or by an index into a split."""
     if node.target is aten.slice.Tensor:
         given: list[Any] = [*node.args]
@@ -63,7 +63,7 @@ def chunk_of(node: fx.Node) -> Chunk | None:
         return None
     if not here or size % here or start % here:
         return None
-    return Chunk(source, dim % value(source).dim(), start // here, size // here)
+    return TensorChunk(source, dim % value(source).dim(), start // here, size // here)
 
 
 def gathered(node: fx.Node) -> tuple[fx.Node, int] | None:

@@ -12,7 +12,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_npu.layers.rotary import INTERLEAVE, register_rotation
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
-from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention
 from torchtitan_npu.models.deepseek_v32.block import Block
 from torchtitan_npu.models.deepseek_v32.model import DeepSeekV32Model
 from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock
@@ -22,12 +22,12 @@ from torchtitan_npu.models.deepseek_v32.state_dict_adapter import DeepSeekV32Sta
 __all__ = ["DeepSeekV32Model", "DeepSeekV32ModelArgs", "DeepSeekV32StateDictAdapter", "deepseekv32_args"]
 
 register_rotation(
-    Attention,
+    DeepSeekV32Attention,
     apply_rotary_emb,
     INTERLEAVE,
     tensors=1,
     methods=("pre_attention",),
-    passed_by=(Attention, Block, MTPBlock, DeepSeekV32Model),
+    passed_by=(DeepSeekV32Attention, Block, MTPBlock, DeepSeekV32Model),
 )
 
 RELEASED = DeepSeekV32ModelArgs(

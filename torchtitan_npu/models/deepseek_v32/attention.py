@@ -34,7 +34,7 @@ class LocalKV(nn.Module):
         return pending
 
 
-class Attention(DeepSeekV3Attention):
+class DeepSeekV32Attention(DeepSeekV3Attention):
     """DeepSeek-V3's attention with an indexer. Parameters and softmax scale are the same.
 
     A layer may have no indexer (``args.has_indexer``). It then attends to the keys that an earlier layer has selected.

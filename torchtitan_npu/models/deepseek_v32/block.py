@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3.model.model import TransformerBlock
 
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.models.deepseek_v32.args import DeepSeekV32ModelArgs
-from torchtitan_npu.models.deepseek_v32.attention import Attention
+from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention
 
 
 class Block(TransformerBlock):
@@ -27,7 +27,7 @@ class Block(TransformerBlock):
 
     def __init__(self, layer_id: int, args: DeepSeekV32ModelArgs) -> None:
         super().__init__(layer_id, args)
-        self.attention = Attention(args, layer_id)
+        self.attention = DeepSeekV32Attention(args, layer_id)
 
     @property
     def saved_operators(self) -> tuple[str, ...]:

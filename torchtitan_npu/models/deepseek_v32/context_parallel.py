@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan_npu.dist_utils import SequenceSplit, all_gather_kv
 from torchtitan_npu.distributed.context_parallel import ContextParallel
 from torchtitan_npu.layers.documents import Documents
-from torchtitan_npu.models.deepseek_v32.attention import Attention, LocalKV
+from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention, LocalKV
 
 
 class SequenceChunk(NamedTuple):
@@ -61,8 +61,8 @@ class DSAContextParallel(ContextParallel):
         return [[masks.part(row, seqlen, c.start, c.start + c.length) for c in chunks] for row in range(bsz)]
 
 
-def attention_layers(model: nn.Module) -> list[Attention]:
-    return [module for module in model.modules() if isinstance(module, Attention)]
+def attention_layers(model: nn.Module) -> list[DeepSeekV32Attention]:
+    return [module for module in model.modules() if isinstance(module, DeepSeekV32Attention)]
 
 
 class AllGatherKV(LocalKV):

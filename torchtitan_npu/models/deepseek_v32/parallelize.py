@@ -104,7 +104,7 @@ def apply_non_moe_tp(
             "attention.wq_b": ColwiseParallel(use_local_output=False),
             "attention.wkv_a": NoParallel(use_local_output=False),
             "attention.kv_norm": NoParallel(use_local_output=False),
-            "attention.wkv_b": ColwiseParallel(use_local_output=False),  # Attention.weights_by_head reads it
+            "attention.wkv_b": ColwiseParallel(use_local_output=False),  # see weights_by_head
             "attention.kv_gather": OnLocalTensors(local_keys),
             "attention.inner_attention": SplitHeads(),
             "attention.wo": RowwiseParallel(output_layouts=Shard(1)),

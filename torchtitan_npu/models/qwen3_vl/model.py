@@ -19,7 +19,7 @@ from torchtitan_npu.models.qwen3_vl.patch_grids import Grids, patch_coordinates,
 from torchtitan_npu.models.qwen3_vl.vision import VisionTower
 
 
-class Attention(Qwen3Attention):
+class Qwen3VLAttention(Qwen3Attention):
     """Qwen3's attention with :class:`MRoPERotation`, and a mask for packed documents."""
 
     def __init__(self, args: Qwen3VLModelArgs) -> None:
@@ -73,7 +73,7 @@ class Qwen3VLModel(Qwen3Model):
         self.model_args: Qwen3VLModelArgs = model_args
         blocks: Any = self.layers.values()
         for block in blocks:
-            block.attention = Attention(model_args)
+            block.attention = Qwen3VLAttention(model_args)
         self.mrope = MRoPETables(model_args.mrope_section, model_args.mrope_interleaved)
         self.vision = VisionTower(model_args.vision, model_args.dim)
         self.scatter_features = ScatterFeatures()
