@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_npu
 from torchtitan_npu.config.sections import Npu
+from torchtitan_npu.errors import UsageError
 
 torchtitan_npu.register()
 
@@ -39,6 +42,19 @@ def convert(model: nn.Module, *converters: str, **options: Any) -> nn.Module:
     config.npu = Npu(**options)
     build_model_converters(config, ParallelDims(**LAYOUT)).convert(model)
     return model
+
+
+def assert_limit(model: nn.Module, name: str, limit: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that a model beyond an NPU limit is converted and the limit logged, or refused if limits are strict."""
+    before = [type(module) for module in model.modules()]
+    refusal = f"{name}: not supported by the NPU kernel: {limit}"
+    with pytest.raises(UsageError) as error:
+        convert(model, name, strict_limits=True)
+    assert str(error.value) == refusal
+    assert [type(module) for module in model.modules()] == before
+    with caplog.at_level(logging.INFO):
+        convert(model, name)
+    assert refusal in caplog.messages
 
 
 def model_args(name: str, **changes: Any) -> Any:

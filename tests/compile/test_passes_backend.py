@@ -182,24 +182,6 @@ def test_inductor_options() -> None:
         assert kernels > 0
 
 
-@pytest.mark.parametrize("hook", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass"])
-def test_inductors_own_hooks(hook: str) -> None:
-    """Passes work in plain ``torch.compile``, without this package's backend. No kernel is generated, to save time."""
-    from torch._inductor.utils import fresh_cache
-
-    passes = GraphPasses(["add_rms_norm"])
-    x, gamma = torch.randn(2, DIM), torch.rand(DIM)
-
-    def model(x: Tensor) -> Tensor:
-        return NORMS["npu"](x + x.sin(), gamma)
-
-    torch.compiler.reset()
-    with torch.no_grad(), fresh_cache():
-        compiled = torch.compile(model, options={hook: passes, "fallback_by_default": True})
-        assert torch.equal(compiled(x), model(x))
-    assert passes.changed["add_rms_norm"] == 1
-
-
 def test_a_job_with_code_generation() -> None:
     """With ``npu.bypass_codegen = "off"`` Inductor compiles the blocks, with the job's passes.
 

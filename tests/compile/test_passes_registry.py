@@ -26,11 +26,6 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     return caplog
 
 
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'sequence_paralel'"):
-        GraphPasses(["sequence_paralel"])
-
-
 def test_passes_run_in_a_fixed_order() -> None:
     assert list(GraphPasses(["add_rms_norm", "no_ops"]).passes) == ["no_ops", "add_rms_norm"]
     assert list(GraphPasses([*PASSES][::-1]).passes) == list(PASSES)

@@ -177,27 +177,20 @@ def test_the_decoder_and_the_vision_tower_of_qwen3_vl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "cp", "message"),
+    ("name", "cp", "message"),
     [
-        ({}, 2, "context parallel does not split"),
-        ({"enable": True}, 1, "compiled again for each batch"),
+        ("llama3", 2, "context parallel does not split"),
+        ("llama3", 1, "compiled again for each batch"),
+        ("qwen3_vl", 1, "compiled again for each batch"),
     ],
 )
-def test_documents_are_refused(config: dict[str, Any], cp: int, message: str) -> None:
-    model = build_on_meta("llama3", n_layers=1, attn_type="varlen", attn_mask_type="block_causal")
-    job_config = job(("npu_attention",))
-    for key, value in config.items():
-        setattr(job_config.compile, key, value)
-    dims = ParallelDims(**LAYOUT | {"cp": cp, "world_size": cp})
+def test_documents_are_refused(name: str, cp: int, message: str) -> None:
+    documents = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
+    model = build_qwen3_vl(model_args()) if name == "qwen3_vl" else build_on_meta(name, n_layers=1, **documents)
+    config = job(("npu_attention",))
+    config.compile.enable = cp == 1
     with pytest.raises(UsageError, match=message):
-        build_model_converters(job_config, dims).convert(model)
-
-
-def test_a_compiled_qwen3_vl_is_refused() -> None:
-    job_config = job(("npu_attention",))
-    job_config.compile.enable = True
-    with pytest.raises(UsageError, match="compiled again for each batch"):
-        build_model_converters(job_config, ParallelDims(**LAYOUT)).convert(build_qwen3_vl(model_args()))
+        build_model_converters(config, ParallelDims(**LAYOUT | {"cp": cp, "world_size": cp})).convert(model)
 
 
 def test_a_model_without_dense_attention_is_refused() -> None:

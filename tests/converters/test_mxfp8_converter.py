@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchtitan.distributed import ParallelDims
 
-from tests._helpers.converted_models import BATCH, LAYOUT, SEQUENCE, build, build_on_meta, initialise, job, step
+from tests._helpers.converted_models import BATCH, LAYOUT, SEQUENCE, build, build_on_meta, job, step
 from tests._helpers.deepseek_v32_models import start_batch
 from tests._helpers.multirank import run_on_ranks
 from torchtitan_npu.chips import CHIPS
@@ -129,8 +129,6 @@ def test_limits_of_quantizations() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(UsageError, match=r"found no nn\.Linear or experts that can be quantized in Sequential"):
-        convert(nn.Sequential(nn.Linear(8, 8)), "npu_mxfp8")
     with pytest.raises(UsageError, match="quantizes experts through npu_gmm: list npu_gmm too"):
         convert(build_on_meta("deepseek_v3", **SIZES), "npu_mxfp8")
     config = job(("npu_mxfp8", "quantize.linear.mx"))
@@ -204,13 +202,3 @@ def test_every_product_of_sparse_attention_and_experts_is_quantized() -> None:
         assert error < 0.25, f"{name}: {error}"
         if name.rpartition(".")[0].rpartition(".")[2] in ("wq_a", "wq_b", "wo", "experts", "w1", "w2", "w3"):
             assert "indexer" in name or error > 1e-3, f"{name}: {error}"
-
-
-def test_initial_weights_do_not_change() -> None:
-    plain, converted = (build_on_meta("deepseek_v3", **SIZES).to_empty(device="cpu") for _ in range(2))
-    convert(converted, "npu_gmm", "npu_mxfp8")
-    for model in (plain, converted):
-        initialise(model)
-    states = plain.state_dict(), converted.state_dict()
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -276,13 +275,6 @@ def test_leaves_other_models_alone() -> None:
     assert llama3.Attention.forward is forward and llama3.apply_rotary_emb is apply_rotary_emb
 
 
-def test_a_model_without_rotations_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
-    expected = r"model\.converters: npu_rope found no attention with a registered rotation in Sequential"
-    with pytest.raises(UsageError, match=expected):
-        convert(model, "npu_rope")
-
-
 class Case:
     """Build a llama3 whose sizes are within the NPU limits or not."""
 
@@ -344,15 +336,3 @@ def test_limits_apply_to_one_rank(layout: dict[str, int]) -> None:
     case = Case(32, 2, 32, **layout)
     case.convert(strict=True)
     assert type(case.model.layers["0"].attention).__name__ == "NpuAttention"
-
-
-@pytest.mark.parametrize(("layout", "batches"), [({}, (8, 32)), ({"pp": 2}, (8, 256))], ids=str)
-def test_limits_apply_to_validation_too(layout: dict[str, int], batches: tuple[int, int]) -> None:
-    """A pipeline splits validation batches into as many microbatches as training batches, here eight."""
-    case = Case(32, 2, batches[0], **layout)
-    case.config.validation.local_batch_size = batches[1]
-    case.convert(strict=True)  # for there is none
-    case = Case(32, 2, batches[0], **layout)
-    case.config.validation.enable, case.config.validation.local_batch_size = True, batches[1]
-    with pytest.raises(UsageError, match=re.escape(BATCH_HEADS)):
-        case.convert(strict=True)

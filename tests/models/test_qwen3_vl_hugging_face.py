@@ -113,14 +113,6 @@ def test_another_convention_is_detected_in_qwen3_vl(change: dict[str, Any]) -> N
     assert compare(model, batch, moe=False, positions=scattered_positions(batch)) > 10 * TOLERANCE
 
 
-def test_images_change_the_logits() -> None:
-    model, batch = loaded(model_args()), make_batch(1, ("i", "iv"))
-    with torch.no_grad():
-        logits = model(**batch.ours())
-        batch.image_patches[-1] += 1
-        assert distance(model(**batch.ours()), logits) > 10 * TOLERANCE
-
-
 @pytest.mark.parametrize("seed", range(100))
 def test_positions_are_hugging_faces(seed: int) -> None:
     kinds = list(BATCHES.values())[seed % len(BATCHES)]
@@ -187,18 +179,6 @@ def test_flavors_have_the_released_sizes(flavor: str) -> None:
     if moe:
         assert args.moe_args.top_k == text["num_experts_per_tok"] and args.moe_args.route_norm
     assert args.norm_eps == config.text_config.rms_norm_eps and args.vocab_size == config.text_config.vocab_size
-
-
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_hugging_face_reads_exported_files(moe: bool, tmp_path: Path) -> None:
-    args, batch = model_args(moe), make_batch(1, ("iv", "i"))
-    exported = Qwen3VLStateDictAdapter(args, None).to_hf(loaded(args).state_dict())
-    save_file({name: value.contiguous() for name, value in exported.items()}, tmp_path / "model.safetensors")
-    hugging_face_config(moe).save_pretrained(tmp_path)
-    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        logits = theirs(**batch.theirs()).logits[batch.mask]
-        assert distance(hugging_face(moe)(**batch.theirs()).logits[batch.mask], logits) <= TOLERANCE
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
