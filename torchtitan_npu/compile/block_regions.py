@@ -1,13 +1,12 @@
 """Choose and compile the regions of a model: whole blocks, or the parts between a block's hooks and waits.
 
 TorchTitan's ``apply_compile`` sets options of torch._dynamo and replaces a function of its MoE module for every model
-in the process. Here only the given model changes, and its parameters keep their names.
+in the process. Here only the model that is passed changes, and its parameters keep their names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,6 @@ from torchtitan_npu.torch_internals.activation_checkpoint import without_checkpo
 from torchtitan_npu.torch_internals.distributed import waited
 
 OPTIONS: dict[str, Any] = {"backend": bypass_codegen, "fullgraph": True}
-
-
-def without_compile(job_config: JobConfig) -> JobConfig:
-    """Return ``job_config`` with compile off, for TorchTitan's functions. :func:`compile_models` compiles instead."""
-    return replace(job_config, compile=replace(job_config.compile, enable=False))
 
 
 def compile_models(models: Sequence[Any], job_config: JobConfig) -> None:

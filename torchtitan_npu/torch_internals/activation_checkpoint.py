@@ -14,18 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-__all__ = [
-    "CheckpointWrapper",
-    "checkpoint_wrapper",
-    "hide_fsdp",
-    "is_checkpointed",
-    "with_policy",
-    "without_checkpoint_wrapper",
-]
 
 
 def without_checkpoint_wrapper(module: Any) -> Any:

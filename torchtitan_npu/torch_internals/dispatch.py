@@ -9,23 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses import fake_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "OpOverload",
-    "TorchDispatchMode",
-    "below_autograd",
-    "fake_tensor_limit",
-    "fake_tensor_mode",
-    "has_kernel",
-    "op_schema",
-    "parse_schema",
-    "real_tensor_mode",
-    "without_autocast",
-    "without_function_modes",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def op_schema(op: OpOverload) -> Any:

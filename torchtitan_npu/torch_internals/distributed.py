@@ -12,22 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
-
-__all__ = [
-    "AsyncCollectiveTensor",
-    "ProcessGroup",
-    "hccl_communicator",
-    "hccl_options",
-    "options_of",
-    "override_groups",
-    "process_group",
-    "set_timeout",
-    "waited",
-]
+from torch.distributed.distributed_c10d import ProcessGroup as ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 class _Wait(torch.autograd.Function):
@@ -70,8 +59,8 @@ def override_groups(mesh: DeviceMesh, overrides: Mapping[str, Any]) -> None:
     unflatten = mesh._unflatten
 
     def with_overrides(dim: Any, sizes: Any, names: Any, backend_override: Any = None) -> DeviceMesh:
-        chosen = {name: value for name, value in overrides.items() if name in names}
-        return unflatten(dim, sizes, names, backend_override={**chosen, **(backend_override or {})})
+        of_names = {name: value for name, value in overrides.items() if name in names}
+        return unflatten(dim, sizes, names, backend_override={**of_names, **(backend_override or {})})
 
     mesh._unflatten = with_overrides  # type: ignore[assignment, method-assign]
 

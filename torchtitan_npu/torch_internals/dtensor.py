@@ -75,19 +75,15 @@ def register_strategy(
             raise NotImplementedError(f"Operator {op} does not have a sharding strategy registered.")
         return previous(schema)
 
-    propagator.register_op_strategy(op, choose, _joined(propagator.op_to_schema_info.get(op), schema_info))
-
-
-def _joined(previous: RuntimeSchemaInfo | None, schema_info: dict[str, Any]) -> RuntimeSchemaInfo:
-    """Return a cache key that contains the arguments of both."""
-    added = RuntimeSchemaInfo(**schema_info)
-    if previous is None:
-        return added
-    return RuntimeSchemaInfo(
-        static_argnum=min(previous.static_argnum, added.static_argnum),
-        static_kwargkey=[*(previous.static_kwargkey or ()), *(added.static_kwargkey or ())] or None,
-        needs_pytree=previous.needs_pytree or added.needs_pytree,
-    )
+    # the cache's key contains the arguments of both strategies
+    before, key = propagator.op_to_schema_info.get(op), RuntimeSchemaInfo(**schema_info)
+    if before is not None:
+        key = RuntimeSchemaInfo(
+            static_argnum=min(before.static_argnum, key.static_argnum),
+            static_kwargkey=[*(before.static_kwargkey or ()), *(key.static_kwargkey or ())] or None,
+            needs_pytree=before.needs_pytree or key.needs_pytree,
+        )
+    propagator.register_op_strategy(op, choose, key)
 
 
 def input_specs(schema: OpSchema) -> list[DTensorSpec]:
@@ -161,20 +157,20 @@ def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, i
     def strategies(schema: OpSchema) -> OpStrategy:
         args = tuple(map(_without_strategies, schema.args_schema))
         kwargs = {name: _without_strategies(value) for name, value in schema.kwargs_schema.items()}
-        choices = rule(args, kwargs)
-        outputs = len(choices[0][0])
-        placements = [[*of_outputs, *of_inputs] for of_outputs, of_inputs in choices]
+        listed = rule(args, kwargs)
+        outputs = len(listed[0][0])
+        placements = [[*of_outputs, *of_inputs] for of_outputs, of_inputs in listed]
         mesh = schema.get_mesh_from_args()
         found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=outputs, inplace_op=in_place)
-        given = [spec for value in (args, kwargs) for spec in tree_leaves(value) if isinstance(spec, DTensorSpec)]
-        even = [one for one in found.strategies if not _splits_unevenly(one.input_specs or given, given)]
+        current = [spec for value in (args, kwargs) for spec in tree_leaves(value) if isinstance(spec, DTensorSpec)]
+        even = [one for one in found.strategies if not _splits_unevenly(one.input_specs or current, current)]
         found.strategies = even or found.strategies
         if not FLATTENS_INNER_SHARDS:
-            first = [o for o in found.strategies if not _scatters_inner_dimension(o.input_specs or given, given)]
+            first = [s for s in found.strategies if not _scatters_inner_dimension(s.input_specs or current, current)]
             found.strategies = first or found.strategies
         if outputs == 1 and schema.return_type_list_tensor_like():
-            for choice in found.strategies:
-                choice.output_specs = (choice.output_specs,)  # type: ignore[assignment]
+            for strategy in found.strategies:
+                strategy.output_specs = (strategy.output_specs,)  # type: ignore[assignment]
         return found
 
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategies, _schema_info(keywords))
@@ -228,7 +224,7 @@ def choose_strategy(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def local_tensor(tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
-    """Return this rank's part of ``tensor`` under ``placements``, redistributed if they differ from its own."""
+    """Return this rank's part of ``tensor`` under ``placements``, redistributed if it has others."""
     with torch.no_grad():  # a handler runs below autograd, which would record these two calls nevertheless
         if placements != tensor.placements:
             tensor = tensor.redistribute(placements=placements)
@@ -247,25 +243,25 @@ def count_tensors(value: Any) -> int:
     return int(isinstance(value, DTensorSpec | Tensor))
 
 
-def _splits_unevenly(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
-    """Return whether a strategy splits a dimension of a given tensor in another way, and unequally."""
-    for spec, own in zip(specs, given, strict=True):
-        for dim, length in enumerate(own.shape):
+def _splits_unevenly(specs: Sequence[DTensorSpec], current: Sequence[DTensorSpec]) -> bool:
+    """Return whether a strategy splits a dimension of a tensor in another way than now, and unequally."""
+    for spec, before in zip(specs, current, strict=True):
+        for dim, length in enumerate(before.shape):
             split, split_before = (
                 [i for i, placement in enumerate(placements) if placement.is_shard(dim)]
-                for placements in (spec.placements, own.placements)
+                for placements in (spec.placements, before.placements)
             )
-            if split != split_before and length % math.prod(own.mesh.shape[i] for i in split):
+            if split != split_before and length % math.prod(before.mesh.shape[i] for i in split):
                 return True
     return False
 
 
-def _scatters_inner_dimension(specs: Sequence[DTensorSpec], given: Sequence[DTensorSpec]) -> bool:
+def _scatters_inner_dimension(specs: Sequence[DTensorSpec], current: Sequence[DTensorSpec]) -> bool:
     """Return whether a strategy turns a sum over ranks into shards of a dimension that is not the first, as of rows."""
     return any(
-        before.is_partial() and isinstance(after, Shard) and any(size > 1 for size in own.shape[: after.dim])
-        for spec, own in zip(specs, given, strict=True)
-        for after, before in zip(spec.placements, own.placements, strict=True)
+        before.is_partial() and isinstance(after, Shard) and any(size > 1 for size in now.shape[: after.dim])
+        for spec, now in zip(specs, current, strict=True)
+        for after, before in zip(spec.placements, now.placements, strict=True)
     )
 
 

@@ -76,8 +76,5 @@ def skip_shape_vote(stage: Any) -> None:
 
     Call it for every stage of the pipeline, or for those of one rank of a fake process group.
     """
-    stage._warmup_forward_vote = stage._warmup_backward_result = _every_stage_has_shapes
-
-
-def _every_stage_has_shapes(*args: Any, **kwargs: Any) -> Any:
-    return SimpleNamespace(item=lambda: 1)  # torch reads the result of the vote with item()
+    vote = SimpleNamespace(item=lambda: 1)  # every stage has shapes; torch reads the result with item()
+    stage._warmup_forward_vote = stage._warmup_backward_result = lambda *args, **kwargs: vote

@@ -29,7 +29,7 @@ from torchtitan.protocols.train_spec import (
 )
 
 from torchtitan_npu import platform
-from torchtitan_npu.compile.block_regions import add_input_waits, compile_models, without_compile
+from torchtitan_npu.compile.block_regions import add_input_waits, compile_models
 from torchtitan_npu.components.chunked_loss import ChunkedLossPerToken, defer_output
 from torchtitan_npu.components.dataloader import build_text_dataloader
 from torchtitan_npu.components.loss import LossPerToken
@@ -70,7 +70,7 @@ class AdaptedTrainSpec(TrainSpec):
 
 
 def adapt(upstream: TrainSpec) -> AdaptedTrainSpec:
-    """Return ``upstream`` with our data, validation and metrics, a loss per token, and corrected parallelization."""
+    """Return ``upstream`` with this package's data, validation and metrics, a loss per token, and a corrected plan."""
     parallelize_part = corrected(upstream.parallelize_fn)
     adapted = replace(
         upstream,
@@ -139,7 +139,9 @@ def pipelined(pipeline: PipeliningFunction, parallelize_part: ParallelizeFunctio
 
 def _titan_config(job_config: JobConfig) -> JobConfig:
     """Return the config for TorchTitan's functions, which compile unless this package does."""
-    return without_compile(job_config) if compiles_blocks(job_config) else job_config
+    if not compiles_blocks(job_config):
+        return job_config
+    return replace(job_config, compile=replace(job_config.compile, enable=False))
 
 
 def _compile(parts: Sequence[Any], job_config: JobConfig) -> None:
@@ -156,7 +158,7 @@ def corrected(plan: ParallelizeFunction) -> ParallelizeFunction:
 
     def parallelize_part(model: nn.Module, dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         backend = platform.backend()
-        _require_our_trainer(dims)
+        _require_trainer(dims)
         if backend != "cuda":
             _disable_grouped_mm(model)
         if with_all_sections(job_config).npu.loss_chunk_tokens:
@@ -197,10 +199,10 @@ def _copy_for_initialization(model: nn.Module, dims: ParallelDims) -> nn.Module 
     return copy.deepcopy(model) if platform.backend() == "cpu" and dims.world_size > 1 else None
 
 
-def _require_our_trainer(dims: ParallelDims) -> None:
+def _require_trainer(dims: ParallelDims) -> None:
     """Raise an error if TorchTitan's Trainer runs the job and would compute wrong gradients, as under PP and DDP.
 
-    Our Trainer corrects them, and uses our ParallelDims.
+    This package's Trainer corrects them, and uses its ParallelDims.
     """
     ddp = dims.dp_replicate_enabled and not dims.fsdp_enabled
     if (dims.pp_enabled or ddp) and not isinstance(dims, AdaptedParallelDims):

@@ -1,4 +1,4 @@
-"""Graph passes: functions that rewrite an ``fx.Graph`` and return the number of places they changed.
+"""Graph passes: functions that rewrite an ``fx.Graph`` and return the number of changes.
 
 They take the graphs that AOTAutograd traces, joint or inference graphs, with functional collectives. They do not depend
 on the backend that compiles the graphs afterwards.
@@ -57,15 +57,15 @@ class GraphPasses:
         }
         self.replicated_inputs = sp_whole_inputs
         self.changed: Counter[str] = Counter()
-        """Number of places changed in all graphs, by pass."""
+        """Number of changes in all graphs, by pass."""
         self.unreported: list[tuple[bool, dict[str, int]]] = []
-        """For each graph since the last report: whether it has a backward pass, and the places changed by pass."""
+        """For each graph since the last report: whether it has a backward pass, and the changes by pass."""
         self.has_reported = False
         self.reported_passes: set[str] = set()
         """Passes with a line in an earlier report."""
 
-    def __call__(self, given: fx.GraphModule | fx.Graph) -> int:
-        graph = given.graph if isinstance(given, fx.GraphModule) else given
+    def __call__(self, module: fx.GraphModule | fx.Graph) -> int:
+        graph = module.graph if isinstance(module, fx.GraphModule) else module
         changed = {name: function(graph) for name, function in self.passes.items()}
         self.changed.update(changed)
         self.unreported.append((has_backward(graph), changed))
@@ -81,17 +81,19 @@ class GraphPasses:
         if self.has_reported and not self.unreported:
             return
         for name in self.passes:
-            places = [changed[name] for trains, changed in self.unreported if name not in INFERENCE_ONLY or not trains]
-            if name in INFERENCE_ONLY and not places:
+            counts = [changed[name] for trains, changed in self.unreported if name not in INFERENCE_ONLY or not trains]
+            if name in INFERENCE_ONLY and not counts:
                 if not self.has_reported:
                     logger.info(f"Graph pass {name}: waits for graphs without gradients, compiled when first needed")
                 continue
-            if any(places) or name not in self.reported_passes:
-                done = f"{_count(sum(places), 'place')} changed" if any(places) else "found nothing to change"
+            if any(counts) or name not in self.reported_passes:
+                done = f"{_count(sum(counts), 'place')} changed" if any(counts) else "found nothing to change"
                 without = " without gradients" if name in INFERENCE_ONLY else ""
                 later = " compiled later" if self.has_reported else ""
-                hint = "" if any(places) else self._hint(name)
-                logger.info(f"Graph pass {name}: {done}, in {_count(len(places), 'graph')}{without}{later}{hint}")
+                hint = ""
+                if name == "sequence_parallel" and not any(counts) and not self.replicated_inputs:
+                    hint = "; set npu.sp_whole_inputs if the inputs of a block are the same on all ranks"
+                logger.info(f"Graph pass {name}: {done}, in {_count(len(counts), 'graph')}{without}{later}{hint}")
                 self.reported_passes.add(name)
             unsupported = self.limits[name].unsupported if name in self.limits else Counter()
             for reason, times in unsupported.items():
@@ -99,12 +101,6 @@ class GraphPasses:
             unsupported.clear()
         self.has_reported = True
         self.unreported.clear()
-
-    def _hint(self, name: str) -> str:
-        """Return a possible reason why the pass found nothing."""
-        if name == "sequence_parallel" and not self.replicated_inputs:
-            return "; set npu.sp_whole_inputs if the inputs of a block are the same on all ranks"
-        return ""
 
 
 def report(model_parts: Iterable[nn.Module]) -> None:
