@@ -276,44 +276,35 @@ def test_under_autocast_angles_are_cast_once_for_all_layers() -> None:
     assert len({call["cos_sin_cache"].data_ptr() for call in calls}) == 1
 
 
-def refused(model: nn.Module, *converters: str) -> str:
-    with pytest.raises(UsageError) as error:
-        converted(model, False, *converters)
-    return str(error.value)
-
-
-def test_sections_with_a_wrong_sum_are_an_error() -> None:
-    message = refused(Rotations((8, 8, 7), False, 48))
-    assert "npu_mrope: first: mrope_section must be 3 or 4 sizes that sum to half of a head's 48" in message
-    assert "24, not [8, 8, 7], whose sum is 23" in message
-    with pytest.raises(UsageError, match=r"half of a head's 32 .* 16, not \[24, 20, 20\], whose sum is 64"):
-        model_args(mrope_section=(24, 20, 20))
-
-
-def test_four_interleaved_sections_are_an_error() -> None:
-    assert "mrope_section of 4 sizes: set mrope_interleaved = false" in refused(Rotations((6, 6, 6, 6), True, 48))
-    with pytest.raises(UsageError, match="mrope_section of 4 sizes: set mrope_interleaved = false"):
-        model_args(mrope_section=(4, 4, 4, 4))
-
-
-def test_interleaved_sections_that_the_operator_reads_differently_are_an_error() -> None:
-    assert "height and width as many channels" in refused(Rotations((8, 10, 6), True, 48))
-
-
-def test_npu_rope_alone_is_an_error_for_a_model_with_mrope() -> None:
-    message = refused(build(model_args()), "npu_rope")
-    assert "layers.0.attention.rotation of Qwen3VLModel by several (MRoPE): list npu_mrope" in message
-
-
-def test_npu_mrope_is_an_error_for_a_model_without_mrope() -> None:
-    message = refused(build_titan_model("qwen3"), "npu_mrope")
-    assert "npu_mrope found no MRoPE in Qwen3Model" in message and "list npu_rope instead" in message
-
-
-def test_layers_of_different_layouts_are_an_error() -> None:
+def of_two_layouts() -> nn.Module:
     model = Rotations(*LAYOUTS["blocked"])
     model.second.interleaved = True
-    assert "with the same mrope_section and layout" in refused(model)
+    return model
+
+
+FOUR = "mrope_section of 4 sizes: set mrope_interleaved = false"
+
+
+@pytest.mark.parametrize(
+    ("build_model", "converter", "message"),
+    [
+        (
+            lambda: Rotations((8, 8, 7), False, 48),
+            "npu_mrope",
+            r"first: mrope_section must be 3 or 4 sizes that sum to half of .*24, not \[8, 8, 7\], whose sum is 23",
+        ),
+        (lambda: model_args(mrope_section=(24, 20, 20)), "", r"16, not \[24, 20, 20\], whose sum is 64"),
+        (lambda: Rotations((6, 6, 6, 6), True, 48), "npu_mrope", FOUR),
+        (lambda: model_args(mrope_section=(4, 4, 4, 4)), "", FOUR),
+        (lambda: Rotations((8, 10, 6), True, 48), "npu_mrope", "height and width as many channels"),
+        (lambda: build(model_args()), "npu_rope", r"rotation of Qwen3VLModel by several \(MRoPE\): list npu_mrope"),
+        (lambda: build_titan_model("qwen3"), "npu_mrope", "found no MRoPE in Qwen3Model.* list npu_rope instead"),
+        (of_two_layouts, "npu_mrope", "with the same mrope_section and layout"),
+    ],
+)
+def test_wrong_sections_and_models_are_an_error(build_model: Any, converter: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        converted(build_model(), False, converter)
 
 
 @pytest.mark.parametrize("shape", [(BATCH, SEQUENCE), (1, BATCH, SEQUENCE), (3, SEQUENCE), (3, BATCH, SEQUENCE + 1)])

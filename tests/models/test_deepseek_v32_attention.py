@@ -32,8 +32,9 @@ from torchtitan_npu.errors import UsageError
 from torchtitan_npu.layers.documents import Documents
 from torchtitan_npu.layers.sparse_attention import divergence, index_scores, select
 from torchtitan_npu.models.deepseek_v32 import deepseekv32_args
+from torchtitan_npu.models.deepseek_v32.args import INDEX_ROPES
 from torchtitan_npu.models.deepseek_v32.attention import DeepSeekV32Attention
-from torchtitan_npu.models.deepseek_v32.indexer import Indexer
+from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS, Indexer
 from torchtitan_npu.preflight.job import check_job
 
 TOP_KS = (1, TOP_K, SEQUENCE + 9)
@@ -240,10 +241,21 @@ def test_layouts_that_are_not_supported_are_an_error(key: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("change", "names"),
-    [({"q_lora_rank": 0}, "q_lora_rank"), ({"index_head_dim": 8}, "index_head_dim"), ({"attn_type": "flex"}, "flex")],
-    ids=["q_lora_rank", "index_head_dim", "attn_type"],
+    ("change", "message"),
+    [
+        ({"q_lora_rank": 0}, "q_lora_rank must be at least 1"),
+        ({"index_head_dim": 8}, "index_head_dim is 8; it must be at least qk_rope_head_dim"),
+        ({"attn_type": "flex"}, "attn_type must be 'sdpa', not 'flex'"),
+        ({"index_rope": "halves"}, "index_rope is 'halves'; it must be one of half, interleave"),
+        *(
+            ({"index_topk_pattern": text}, "index_topk_pattern is .* must start with F")
+            for text in ("SF", "FX", "full")
+        ),
+        ({"index_topk_pattern": "FSSF"}, "index_topk_pattern has 4 letters; .* n_layers, 3"),
+    ],
+    ids=str,
 )
-def test_wrong_sizes_are_an_error(change: dict[str, Any], names: str) -> None:
-    with pytest.raises(UsageError, match=names):
+def test_wrong_sizes_are_an_error(change: dict[str, Any], message: str) -> None:
+    assert set(INDEX_ROPES) == set(INDEXERS)
+    with pytest.raises(UsageError, match=message):
         model_args(**change)

@@ -29,10 +29,7 @@ from tests._helpers.deepseek_v32_training import CONVERTERS as NAMES
 from tests._helpers.random_weights import randomise
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.errors import UsageError
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32StateDictAdapter
-from torchtitan_npu.models.deepseek_v32.args import INDEX_ROPES
-from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
 from torchtitan_npu.models.glm_moe_dsa import GlmMoeDsaModelArgs, glm_moe_dsa_args
 
 torchtitan_npu.register()
@@ -198,21 +195,3 @@ def test_the_flavors_have_the_released_sizes() -> None:
     assert [{"full": "F", "shared": "S"}[each] for each in config.indexer_types] == list(shared.index_topk_pattern)
     assert shared.index_topk_pattern.count("F") == 21
     assert shared.has_indexer(78) and not shared.passed_tensors(77)  # the layer of multi-token prediction
-
-
-@pytest.mark.parametrize("pattern", ["SF", "FX", "full"])
-def test_a_wrong_pattern_is_an_error(pattern: str) -> None:
-    with pytest.raises(UsageError, match=r"index_topk_pattern is .* must start with F"):
-        GlmMoeDsaModelArgs(index_topk_pattern=pattern)
-
-
-@pytest.mark.parametrize("pattern", ["FS", "FSSF"])
-def test_a_pattern_of_another_length_is_an_error(pattern: str) -> None:
-    with pytest.raises(UsageError, match=rf"index_topk_pattern has {len(pattern)} letters; .* n_layers, 3"):
-        GlmMoeDsaModelArgs(index_topk_pattern=pattern, n_layers=3)
-
-
-def test_an_unknown_rotation_of_the_indexer_is_an_error() -> None:
-    assert set(INDEX_ROPES) == set(INDEXERS)
-    with pytest.raises(UsageError, match="index_rope is 'halves'; it must be one of half, interleave"):
-        GlmMoeDsaModelArgs(index_rope="halves")

@@ -1,6 +1,6 @@
 """Inductor without code generation: compiled regions call the operators of eager mode.
 
-Inductor traces the graphs, runs the hooks and writes a Python wrapper, in which each operator is a call of its own.
+Inductor traces the graphs, runs the hooks and writes a Python wrapper, in which each operator is one call.
 The wrapper is checked after each compilation. Nothing is set for the process.
 """
 

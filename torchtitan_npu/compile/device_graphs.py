@@ -361,17 +361,17 @@ class Arguments:
 
     def detached(self) -> Arguments:
         """Return a copy that keeps no autograd graph alive."""
-        kept = copy.copy(self)
-        kept.activations = [tensor.detach() for tensor in self.activations]
-        kept.args, kept.kwargs = kept._rebuilt(kept.activations, kept.others)
-        return kept
+        new = copy.copy(self)
+        new.activations = [tensor.detach() for tensor in self.activations]
+        new.args, new.kwargs = new._rebuilt(new.activations, new.others)
+        return new
 
     def with_tensors(self, activations: list[Tensor], others: list[Tensor]) -> Arguments:
         """Return a copy with other tensors in place of these."""
-        kept = copy.copy(self)
-        kept.activations, kept.others = activations, others
-        kept.args, kept.kwargs = self._rebuilt(activations, others)
-        return kept
+        new = copy.copy(self)
+        new.activations, new.others = activations, others
+        new.args, new.kwargs = self._rebuilt(activations, others)
+        return new
 
     def _rebuilt(self, activations: list[Tensor], others: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # in the order in which the constructor found them

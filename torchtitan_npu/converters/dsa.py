@@ -177,7 +177,7 @@ def index_arguments(q: Tensor, k: Tensor, weights: Tensor, dtype: torch.dtype) -
 
 
 class NpuDenseAttention(FusedAttention):
-    """Attention to all keys for the warm-up, on ``npu_fusion_attention``. Every head has its own keys and values.
+    """Attention to all keys for the warm-up, on ``npu_fusion_attention``. Every head has separate keys and values.
 
     Attention itself is not trained. The loss covers all keys, of any number up to 131072.
     """

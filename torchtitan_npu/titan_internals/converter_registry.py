@@ -13,7 +13,7 @@ def known_converters() -> list[str]:
 
 
 def is_of_torchtitan(name: str) -> bool:
-    """Return whether ``name`` is one of TorchTitan's own converters."""
+    """Return whether ``name`` is a converter of TorchTitan."""
     return _registry_model_converter_cls[name].__module__.startswith("torchtitan.")
 
 

@@ -81,7 +81,7 @@ def lower_as_view(node: fx.Node) -> None:
 
 
 def is_lowered_as_view(node: fx.Node) -> bool:
-    """Return whether ``node`` was given to :func:`lower_as_view`."""
+    """Return whether ``node`` was passed to :func:`lower_as_view`."""
     return node.meta.get("custom") == LOWERED
 
 

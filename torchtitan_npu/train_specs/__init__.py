@@ -1,1 +1,1 @@
-"""What is registered with TorchTitan 0.2.2: train specs of its models and of this package's."""
+"""Train specs registered with TorchTitan 0.2.2: of its models and of this package's."""

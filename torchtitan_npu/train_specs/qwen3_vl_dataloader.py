@@ -1,7 +1,7 @@
 """Packed batches of pictures and text that do not depend on the parallel layout.
 
 A row has as many pictures with captions as fit. Each is a document whose positions start at 0. A row is a function of
-its number: every rank draws only its own rows, and the loader's state is the number of the next row.
+its number: every rank draws only its rows, and the loader's state is the number of the next row.
 """
 
 from __future__ import annotations

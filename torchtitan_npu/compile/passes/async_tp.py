@@ -193,17 +193,17 @@ def _fuse_scatter(result: fx.Node, limits: KernelLimits) -> bool:
     started = waited(result, collectives.reduce_scatter_tensor.default)
     if started is None:
         return False
-    given: Any
+    argument: Any
     ranks: Any
-    given, reduce_op, ranks, group = started.args
+    argument, reduce_op, ranks, group = started.args
     if reduce_op not in ("sum", "avg"):
         return False
-    source, dim = _scattered(given, ranks)
+    source, dim = _scattered(argument, ranks)
     scalings: list[tuple[Any, Any]] = []
     node: Any = source
     matmul: Matmul | None = None
     # a tensor scattered along another dimension has its chunks as users, which _scattered has checked
-    while len(node.users) == 1 or (node is source and source is not given):
+    while len(node.users) == 1 or (node is source and source is not argument):
         if (matmul := matmul_at(node)) is not None:
             break
         if node.target in SCALINGS and isinstance(node.args[1], (int, float)):
@@ -234,24 +234,24 @@ def _fuse_scatter(result: fx.Node, limits: KernelLimits) -> bool:
     return True
 
 
-def _scattered(given: fx.Node, ranks: int) -> tuple[Any, int]:
+def _scattered(argument: fx.Node, ranks: int) -> tuple[Any, int]:
     """Return the tensor that a reduce-scatter scatters, and the dimension.
 
     For a dimension other than the first, the collective gets the tensor's chunks concatenated along the first.
     """
-    if given.target is not aten.cat.default or (given.args[1] if len(given.args) > 1 else 0) != 0:
-        return given, 0
-    chunks = [chunk_of(part) for part in given.args[0]]  # type: ignore[union-attr, arg-type]
+    if argument.target is not aten.cat.default or (argument.args[1] if len(argument.args) > 1 else 0) != 0:
+        return argument, 0
+    chunks = [chunk_of(part) for part in argument.args[0]]  # type: ignore[union-attr, arg-type]
     first = chunks[0]
-    if first is None or len(given.users) != 1:
-        return given, 0
+    if first is None or len(argument.users) != 1:
+        return argument, 0
     expected = [(first.source, first.dim, index, ranks) for index in range(ranks)]
     if [(chunk.source, chunk.dim, chunk.index, chunk.count) for chunk in chunks if chunk] != expected:
-        return given, 0
+        return argument, 0
     # the other users of the source are splits; their chunks must have no other users
-    others = [user for user in first.source.users if user not in given.args[0]]  # type: ignore[operator]
-    if any(set(split.users) - set(given.args[0]) for split in others):  # type: ignore[arg-type]
-        return given, 0
+    others = [user for user in first.source.users if user not in argument.args[0]]  # type: ignore[operator]
+    if any(set(split.users) - set(argument.args[0]) for split in others):  # type: ignore[arg-type]
+        return argument, 0
     return first.source, first.dim
 
 

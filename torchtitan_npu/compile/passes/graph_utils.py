@@ -46,8 +46,8 @@ class TensorChunk:
 def chunk_of(node: fx.Node) -> TensorChunk | None:
     """Return the chunk that ``node`` selects by a slice, or by an index into a split."""
     if node.target is aten.slice.Tensor:
-        given: list[Any] = [*node.args]
-        source, dim, start, _, step = given + [None, 0, 0, None, 1][len(given) :]
+        args: list[Any] = [*node.args]
+        source, dim, start, _, step = args + [None, 0, 0, None, 1][len(args) :]
         start = start or 0
     elif node.target is operator.getitem and getattr(node.args[0], "target", None) is aten.split.Tensor:
         split: Any = node.args[0]
@@ -92,8 +92,8 @@ def gathered(node: fx.Node) -> tuple[fx.Node, int] | None:
 def call(target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     """Insert a call at the graph's insertion point, with its example value and ``like``'s other metadata."""
     node = like.graph.call_function(target, args, kwargs)
-    own = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
-    node.meta = {key: kept for key, kept in like.meta.items() if key not in own}
+    of_value = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
+    node.meta = {key: entry for key, entry in like.meta.items() if key not in of_value}
     arguments, named = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     with torch.no_grad():
         node.meta["val"] = target(*arguments, **named)
@@ -158,7 +158,7 @@ class KernelLimits:
     strict: bool = False
     """Raise an error on every backend if a call breaks a limit (``npu.strict_limits``)."""
     unsupported: Counter[str] = field(default_factory=Counter)
-    """The number of places by consequence and broken limit."""
+    """The number of calls by consequence and broken limit."""
 
     def allow(self, operator: str, device: torch.device, **arguments: Any) -> bool:
         """Return whether ``operator`` may be called on ``device``. Only an NPU's kernels have limits."""

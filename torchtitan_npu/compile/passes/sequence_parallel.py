@@ -1,4 +1,4 @@
-"""Rewrite a tensor-parallel graph to sequence parallelism: norms and residuals run on a rank's own tokens.
+"""Rewrite a tensor-parallel graph to sequence parallelism: norms and residuals run on a rank's tokens.
 
 All-reduce + (add) + norm becomes reduce-scatter + (add) + norm + all-gather. The communicated bytes are the same. The
 operators in between compute and save 1 / ranks of the tokens.
@@ -42,7 +42,7 @@ from torchtitan_npu.compile.passes.token_wise_ops import (
 from torchtitan_npu.torch_internals.distributed import process_group
 from torchtitan_npu.torch_internals.inductor import is_input_of_region
 
-LOCAL, REPLICATED = "local", "replicated"  # the two sides of the cut: own tokens, all tokens
+LOCAL, REPLICATED = "local", "replicated"  # the two sides of the cut: this rank's tokens, all tokens
 
 
 def sequence_parallel(graph: fx.Graph, min_tokens: int = 1000, replicated_inputs: bool = False) -> int:
@@ -121,7 +121,7 @@ def _replicated(graph: fx.Graph, group: Any, tokens: Tokens, replicated_inputs: 
 def _cut(sources: list[fx.Node], candidates: set[fx.Node], ends: set[fx.Node]) -> list[fx.Node]:
     """Return the ``sources`` and ``candidates`` to run on local tokens, in the graph's order.
 
-    ``ends`` are candidates whose results have no tokens to gather: own chunks and sums over tokens.
+    ``ends`` are candidates whose results have no tokens to gather: this rank's chunks, and sums over tokens.
     """
     flow = networkx.DiGraph()  # an edge without capacity cannot be cut
     flow.add_nodes_from((LOCAL, REPLICATED))
@@ -146,17 +146,17 @@ def _cut(sources: list[fx.Node], candidates: set[fx.Node], ends: set[fx.Node]) -
             flow.add_edge(gathered, user if user in candidates else REPLICATED)
     # networkx returns the smallest sink side: among minimum cuts, the last one
     local, _ = networkx.minimum_cut(flow, LOCAL, REPLICATED)[1]
-    kept: dict[fx.Node, None] = {}
+    chosen: dict[fx.Node, None] = {}
     for node in sorted(node for node in local if isinstance(node, fx.Node)):
-        if node in sources or any(argument in kept for argument in node.all_input_nodes):
-            kept[node] = None
-    return list(kept)
+        if node in sources or any(argument in chosen for argument in node.all_input_nodes):
+            chosen[node] = None
+    return list(chosen)
 
 
 def _worthwhile(nodes: list[fx.Node], tokens: Tokens) -> dict[fx.Node, None]:
-    """Return the ``nodes`` that connect a collective with a norm or with a chunk of this rank's own tokens.
+    """Return the ``nodes`` that connect a collective with a norm or with a chunk of this rank's tokens.
 
-    The rewrite gains nothing for the others. A gathered value does not connect: its users can take their chunk of it.
+    The rewrite gains nothing for other nodes. A gathered value does not connect: its users can take their chunk of it.
     """
     links = networkx.Graph()
     links.add_nodes_from(nodes)
@@ -215,10 +215,10 @@ def _local(node: fx.Node, tokens: Tokens, local: dict[fx.Node, fx.Node]) -> fx.N
 def _scatter(source: fx.Node, tokens: Tokens) -> fx.Node:
     """Write this rank's tokens of ``source``, the result of an all-reduce or an all-gather."""
     started: Any = _collective(source)
-    given = started.args[0]
+    argument = started.args[0]
     rows = tokens.count if started.target is collectives.all_reduce.default else tokens.local
     with source.graph.inserting_before(started):
-        flat = as_matrix(given, rows, like=started)
+        flat = as_matrix(argument, rows, like=started)
         if rows == tokens.local:
             return flat
         _, reduce_op, group = started.args

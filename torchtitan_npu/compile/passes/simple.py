@@ -1,4 +1,4 @@
-"""Passes that change one place at a time: operators without effect, own chunks, fused norms, folded views."""
+"""Passes that change one operator at a time: no-ops, chunks of this rank, fused norms, folded views."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def no_ops(graph: fx.Graph) -> int:
     return removed
 
 
-def _is_same(given: Any, returned: Any) -> bool:
+def _is_same(before: Any, after: Any) -> bool:
     """Return whether two example values have equal layouts. Sizes are compared by their text, which adds no guards."""
-    if not isinstance(given, Tensor) or not isinstance(returned, Tensor):
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return False
     here, there = (
         (repr((tensor.shape, tensor.stride(), tensor.storage_offset())), tensor.dtype, tensor.device, tensor.layout)
-        for tensor in (given, returned)
+        for tensor in (before, after)
     )
     return here == there
 
@@ -155,10 +155,10 @@ def _norm_arguments(node: fx.Node) -> tuple[Any, Any, float] | None:
     target: Any = node.target
     if target not in (npu.npu_rms_norm.default, aten.rms_norm.default, aten._fused_rms_norm.default):
         return None
-    given = by_name(target, node.args, node.kwargs)
+    arguments = by_name(target, node.args, node.kwargs)
     is_npu = target is npu.npu_rms_norm.default
     names = ("input", "gamma", "epsilon") if is_npu else ("input", "weight", "eps")
-    source, gamma, epsilon = (given[name] for name in names)
+    source, gamma, epsilon = (arguments[name] for name in names)
     shape = static_shape(value(gamma))
     if epsilon is None or shape is None or len(shape) != 1:
         return None

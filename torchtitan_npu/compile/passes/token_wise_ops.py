@@ -56,12 +56,12 @@ def is_norm(node: fx.Node) -> bool:
 
 def is_sum_over_tokens(node: fx.Node, tokens: Tokens) -> bool:
     """Return whether ``node`` sums over tokens, so that the ranks' results add up to it, as in gradients of weights."""
-    given: Any = node.args[0] if node.args else None
-    if node.target is operator.getitem and given.target in NORM_GRADIENTS:
-        return bool(node.args[1] != 0) and is_token_wise(given, tokens)
-    if node.target is not aten.sum.dim_IntList or token_count(value(given)) != tokens.count:
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and source.target in NORM_GRADIENTS:
+        return bool(node.args[1] != 0) and is_token_wise(source, tokens)
+    if node.target is not aten.sum.dim_IntList or token_count(value(source)) != tokens.count:
         return False
-    return _dims(node) == set(range(value(given).dim() - 1))
+    return _dims(node) == set(range(value(source).dim() - 1))
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -153,7 +153,7 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):
     def latent_keys(self) -> bool:
         """Return whether attention uses latent keys.
 
-        The warm-up, which attends to all keys, does not: a latent key is three times as wide as a head's own.
+        The warm-up, which attends to all keys, does not: a latent key is three times as wide as one of a head.
         """
         return self.absorb and not self.warmup
 

@@ -18,8 +18,8 @@ from torchtitan_npu.models.deepseek_v32.indexer import INDEXERS
 class Inputs(nn.Module):
     """The identity on attention's inputs. Tensor parallel gathers the sequence here."""
 
-    def forward(self, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        return given
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return inputs
 
 
 class LocalKV(nn.Module):
@@ -134,9 +134,9 @@ class DeepSeekV32Attention(DeepSeekV3Attention):
         """
         options = {"documents": documents, "scale": self.softmax_scale}
         if self.indexer is None:
-            given = dict(zip(self.received, shared, strict=True))
-            index = [given[name] for name in INDEX if name in given]
-            output = self.inner_attention(*projected, *index, **options, selected=given.get("selected"))
+            passed = dict(zip(self.received, shared, strict=True))
+            index = [passed[name] for name in INDEX if name in passed]
+            output = self.inner_attention(*projected, *index, **options, selected=passed.get("selected"))
             return output, shared if self.passed else ()
         if self.decisions is None:
             output = self.inner_attention(*projected, **options)
@@ -145,8 +145,8 @@ class DeepSeekV32Attention(DeepSeekV3Attention):
             q, _, k, *_ = projected
             query_positions = self.inner_attention.query_positions(*q.shape[:2], k.shape[1], documents, k.device)
             recorded = self.decisions.recorded_keys(query_positions)
-            output, own = self.inner_attention(*projected, **options, selected=recorded)
-            selected = [self.decisions(own, query_positions)]
+            output, computed = self.inner_attention(*projected, **options, selected=recorded)
+            selected = [self.decisions(computed, query_positions)]
         if not self.passed:
             return output, ()
         if INDEX[0] not in self.passed:

@@ -31,7 +31,7 @@ class Block(TransformerBlock):
 
     @property
     def saved_operators(self) -> tuple[str, ...]:
-        """Return operators that activation checkpointing does not run again: the selection of keys, if others share it.
+        """Return operators that activation checkpointing does not run again: the selection of keys, if it is shared.
 
         This layer's recomputation then attends to the same keys as they do. Later layers keep the selected keys, so
         saving them here costs no memory; eager attention saves its mask.

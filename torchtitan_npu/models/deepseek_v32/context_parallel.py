@@ -147,7 +147,7 @@ class AttentionByChunks(nn.Module):
     ) -> Any:
         """Join the results of ``run(rows, chunk, first visible key, documents)`` for each chunk of this rank's tokens.
 
-        With documents, each row of the batch is a call of its own.
+        With documents, each row of the batch is a separate call.
         """
         chunks = self.context.chunks(tokens)
         if documents is None:

@@ -24,7 +24,7 @@ from torchtitan_npu.models.deepseek_v32.mtp import MTPBlock, MultiTokenLogits, r
 class DeepSeekV32Model(DeepSeekV3Model):
     """TorchTitan's DeepSeek-V3 with sparse attention in its blocks.
 
-    Layers of multi-token prediction follow the others in ``layers``, as in the release. So sharding, activation
+    Layers of multi-token prediction follow the main ones in ``layers``, as in the release. So sharding, activation
     checkpointing and expert balancing apply to them too.
     """
 

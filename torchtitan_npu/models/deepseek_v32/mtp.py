@@ -62,7 +62,7 @@ def run_mtp_layers(
 
     The sequence keeps its length, so that documents, positions and kernels do not change. For the last k tokens of
     depth k the batch has no further token; their embeddings are zeros. No other token sees them, and the loss ignores
-    them. The indexer's loss counts every query, also theirs.
+    them. The indexer's loss counts every query, these too.
     """
     states = []
     for block in blocks:

@@ -137,14 +137,14 @@ def gather_sequence(module: nn.Module, inputs: tuple[Any, ...], device_mesh: Dev
 
     Unlike ``PrepareModuleInput`` it accepts the :class:`RotaryTables` that ``npu_rope`` passes as positions.
     """
-    x, *others = inputs
+    x, *further = inputs
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
     replicated = (
-        DTensor.from_local(other, device_mesh, [Replicate()], run_check=False)
-        if isinstance(other, Tensor) and not isinstance(other, DTensor)
-        else other
-        for other in others
+        DTensor.from_local(value, device_mesh, [Replicate()], run_check=False)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor)
+        else value
+        for value in further
     )
     return x.redistribute(placements=[Replicate()]), *replicated
 

@@ -66,7 +66,7 @@ class ScatterFeatures(nn.Module):
 
 
 class Qwen3VLModel(Qwen3Model):
-    """TorchTitan's Qwen3 with a vision tower, its own attention and its own forward."""
+    """TorchTitan's Qwen3 with a vision tower, and another attention and forward."""
 
     def __init__(self, model_args: Qwen3VLModelArgs) -> None:
         super().__init__(model_args)
@@ -136,10 +136,10 @@ class Qwen3VLModel(Qwen3Model):
         args, merge_size = self.model_args, self.model_args.vision.merge_size
         grids.check(merge_size)
         all_grids = grids.images + grids.videos
-        given = {"patches": 0 if patches is None else len(patches)}
+        counts = {"patches": 0 if patches is None else len(patches)}
         if coordinates is not None:
-            given["coordinates"] = len(coordinates)
-        for name, count in given.items():
+            counts["coordinates"] = len(coordinates)
+        for name, count in counts.items():
             if count != patches_of(all_grids):
                 raise UsageError(f"{count} {name} given, but {grids} has {patches_of(all_grids)} patches")
         if patches is None or not all_grids:
