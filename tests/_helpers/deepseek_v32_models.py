@@ -16,7 +16,7 @@ from transformers import DeepseekV32Config
 from tests._helpers.tiny_experts import SIGMOID
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.layers.auxiliary_loss import auxiliary_losses
-from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs
+from torchtitan_npu.models.deepseek_v32 import DeepSeekV32Model, DeepSeekV32ModelArgs, DeepSeekV32StateDictAdapter
 
 VOCABULARY, POSITIONS = 96, 1024
 """The second is the longest sequence of the models; those of the tests are shorter."""
@@ -122,6 +122,13 @@ def build(args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def loaded(weights: dict[str, Tensor], args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
+    """Load all released weights, and no others."""
+    model = build(args)
+    model.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(weights), strict=True)
     return model
 
 

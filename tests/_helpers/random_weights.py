@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.protocols.train_spec import get_train_spec
 
 
@@ -37,3 +37,9 @@ def random_model(name: str, args: Any) -> Any:
     if getattr(args, "enable_weight_tying", False):
         model.output.weight = model.tok_embeddings.weight
     return model.eval()
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of float32 logits, relative to the largest one."""
+    assert ours.dtype == theirs.dtype == torch.float32
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -20,18 +20,15 @@ from tests._helpers.deepseek_v32_models import (
     BATCH,
     SEQUENCE,
     TOP_K,
-    build,
     hugging_face_config,
     hugging_face_sizes,
+    loaded,
     model_args,
     tokens,
 )
-from tests._helpers.random_weights import randomise
+from tests._helpers.random_weights import distance, randomise
 from torchtitan_npu.layers.sparse_attention import index_scores
 from torchtitan_npu.models.deepseek_v32 import (
-    DeepSeekV32Model,
-    DeepSeekV32ModelArgs,
-    DeepSeekV32StateDictAdapter,
     deepseekv32_args,
 )
 from torchtitan_npu.models.deepseek_v32.indexer import Indexer
@@ -69,18 +66,6 @@ def released(**changes: Any) -> Released:
         model.save_pretrained(folder)
         stretched = model(tokens(), attention_mask=mask, position_ids=STRETCHED)
         return Released(load_file(f"{folder}/model.safetensors"), model(tokens()).logits, stretched.logits)
-
-
-def loaded(weights: dict[str, Tensor], args: DeepSeekV32ModelArgs) -> DeepSeekV32Model:
-    """Load all released weights, and no others, into our model."""
-    model = build(args)
-    model.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(weights), strict=True)
-    return model
-
-
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.dtype == theirs.dtype == torch.float32
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @pytest.mark.parametrize("absorb", [True, False], ids=["absorbed", "not absorbed"])

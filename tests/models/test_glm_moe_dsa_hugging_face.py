@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, GlmMoeDsaConfig
 import torchtitan_npu
 from tests._helpers.deepseek_v32_models import (
     SEQUENCE,
-    build,
     hugging_face_config,
     hugging_face_sizes,
+    loaded,
     model_args,
     start_batch,
     tokens,
 )
 from tests._helpers.deepseek_v32_training import CONVERTERS as NAMES
-from tests._helpers.random_weights import randomise
+from tests._helpers.random_weights import distance, randomise
 from torchtitan_npu.config.job_config import JobConfig
 from torchtitan_npu.converters import CONVERTERS
 from torchtitan_npu.models.deepseek_v32 import DeepSeekV32StateDictAdapter
@@ -83,18 +83,6 @@ def saved(model: Any) -> dict[str, Tensor]:
 
 def next_token_loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
-
-
-def loaded(weights: dict[str, Tensor], args: Any) -> Any:
-    """Load all weights, and no others, into our model."""
-    model = build(args)
-    model.load_state_dict(DeepSeekV32StateDictAdapter(args, None).from_hf(weights), strict=True)
-    return model
-
-
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.dtype == theirs.dtype == torch.float32
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import load as load_checkpoint
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from tests._helpers.qwen3_vl_models import Batch, build, hugging_face_config, make_batch, model_args
-from tests._helpers.random_weights import randomise
+from tests._helpers.random_weights import distance, randomise
 from torchtitan_npu.models.qwen3_vl import (
     Grids,
     Qwen3VLModel,
@@ -61,11 +61,6 @@ def loaded(args: Qwen3VLModelArgs, tied: bool = False) -> Qwen3VLModel:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and all(name.endswith("moe.expert_bias") for name in missing)
     return model
-
-
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.dtype == theirs.dtype == torch.float32
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def compare(model: Qwen3VLModel, batch: Batch, moe: bool, tied: bool = False, positions: Tensor | None = None) -> float:
