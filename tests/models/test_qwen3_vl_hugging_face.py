@@ -29,6 +29,7 @@ TOLERANCE = 1e-5
 """Relative to the largest logit. Float32 rounds by 6e-8. A logit passes about forty sums of up to 128 terms, and
 rounding errors add up like a random walk: 6e-8 * sqrt(40 * 128) = 4e-6. The worst logit may be twice as far."""
 
+GRIDS = ("image_grid_thw", "video_grid_thw")
 BATCHES = {
     "images, videos and text": ("ivi", "", "v", "iv"),
     "images": ("i", "ii"),
@@ -114,7 +115,7 @@ def test_positions_are_hugging_faces(seed: int) -> None:
     batch = make_batch(seed, kinds)
     arguments = {key: value for key, value in batch.theirs().items() if "pixel" not in key}
     theirs, _ = hugging_face(moe=False).model.get_rope_index(**arguments)
-    grids = Grids.from_thw(arguments.get("image_grid_thw"), arguments.get("video_grid_thw"))
+    grids = Grids(*(arguments[name].tolist() if name in arguments else () for name in GRIDS))
     ours = position_ids(arguments["input_ids"], grids, model_args())
     assert torch.equal(ours[:, batch.mask], theirs[:, batch.mask])
 

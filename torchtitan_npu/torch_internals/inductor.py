@@ -80,11 +80,6 @@ def lower_as_view(node: fx.Node) -> None:
     node.meta["custom"] = LOWERED
 
 
-def is_lowered_as_view(node: fx.Node) -> bool:
-    """Return whether ``node`` was passed to :func:`lower_as_view`."""
-    return node.meta.get("custom") == LOWERED
-
-
 def compile_graph(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],

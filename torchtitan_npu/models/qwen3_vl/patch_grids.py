@@ -28,11 +28,6 @@ class Grids:
         self.images: tuple[Grid, ...] = tuple((int(t), int(h), int(w)) for t, h, w in images)
         self.videos: tuple[Grid, ...] = tuple((int(t), int(h), int(w)) for t, h, w in videos)
 
-    @classmethod
-    def from_thw(cls, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Grids:
-        """Make grids from Hugging Face's tensors (images, 3) and (videos, 3)."""
-        return cls(*(() if grid is None else grid.tolist() for grid in (image_grid_thw, video_grid_thw)))
-
     def to(self, *args: object, **kwargs: object) -> Grids:
         return self
 
