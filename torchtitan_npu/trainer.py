@@ -299,10 +299,10 @@ class Trainer(TitanTrainer):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy ``tensor`` in the order of the stream, while the host continues.
+    """Workaround: TorchTitan's copies make the host wait. Copy in the order of the stream, while the host continues.
 
     A copy from memory that is not pinned makes the host wait for everything launched before. Other tensors than plain
-    ones in host memory, which a user's data loader may return, cannot be pinned.
+    ones in host memory, which a user's data loader may return, cannot be pinned. Delete when TorchTitan pins batches.
     """
     is_plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
     if device.type == "cpu" or not is_plain:

@@ -178,6 +178,19 @@ def test_flavors_have_the_released_sizes(flavor: str) -> None:
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_hugging_face_reads_exported_files(moe: bool, tmp_path: Path) -> None:
+    args, batch = model_args(moe), make_batch(1, ("iv", "i"))
+    exported = Qwen3VLStateDictAdapter(args, None).to_hf(loaded(args).state_dict())
+    save_file({name: value.contiguous() for name, value in exported.items()}, tmp_path / "model.safetensors")
+    hugging_face_config(moe).save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    inputs = batch.theirs()
+    with torch.no_grad():
+        logits = model(**inputs).logits[batch.mask]
+        assert distance(hugging_face(moe)(**inputs).logits[batch.mask], logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 def test_reads_released_files(moe: bool, tmp_path: Path) -> None:
     """Read as TorchTitan's checkpointer does: into the tensors of ``to_hf``, then into the model."""
     args = model_args(moe)

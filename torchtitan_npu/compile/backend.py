@@ -154,9 +154,9 @@ def compare_results(call: Wrapper) -> Wrapper:
     module = getattr(call, "__globals__", {})
     if module.get("call") is not call:  # torch has wrapped the function: Inductor's assertions stay as they are
         module = {"assert_size_stride": None}
-    # regions with equal wrappers share a module, in which the name may be set already
+    # regions with equal wrappers share a module, in which both names may be set already
     assert_size_stride = module.setdefault("inductors_assertion", module["assert_size_stride"])
-    copied: set[str] = set()
+    copied: set[str] = module.setdefault("copied_results", set())
     is_first = True
 
     def compare(value: Any, size: tuple[int, ...], stride: tuple[int, ...], operator: str = "input") -> None:

@@ -131,10 +131,10 @@ def _mesh_dim_names(weight: Tensor) -> tuple[str, ...]:
 
 
 def add_input_waits(block: nn.Module) -> None:
-    """Add hooks to a block and its MoE modules that wait for pending inputs before a compiled region gets them.
+    """Workaround: let a block and its MoE modules wait for pending inputs before a compiled region gets them.
 
-    Workaround: AOTAutograd waits for such inputs too, but then passes on the tensor inside. Where a DTensor became
-    local, its gradient fails: "'Tensor' object has no attribute '_local_tensor'" in the backward pass (torch 2.13).
+    AOTAutograd waits for such inputs too, but then passes on the tensor inside. Where a DTensor became local, its
+    gradient fails: "'Tensor' object has no attribute '_local_tensor'" in the backward pass (torch 2.13).
     Delete when tensor-parallel MoE blocks train compiled without it.
     """
 

@@ -194,7 +194,7 @@ class BlockGraphs:
 
     def capture_backward(self) -> None:
         after = next((block for block in self.graphs.blocks if block.before is self), None)
-        # the first gradient is that of the activation; the graph of the next block writes it, in place of a copy
+        # the first gradient is that of the activation; the graph of the next block writes it, instead of a copy
         gradient = after.gradients[0] if after else None
         self.output_gradient = torch.empty_like(self.output) if gradient is None else gradient
         with self.reasons(), self.graphs.capturing() as self.backward_graph:
@@ -367,7 +367,7 @@ class Arguments:
         return new
 
     def with_tensors(self, activations: list[Tensor], others: list[Tensor]) -> Arguments:
-        """Return a copy with other tensors in place of these."""
+        """Return a copy with other tensors instead of these."""
         new = copy.copy(self)
         new.activations, new.others = activations, others
         new.args, new.kwargs = self._rebuilt(activations, others)

@@ -3,7 +3,7 @@
 TorchTitan's models transpose queries, keys and values to (bsz, heads, seqlen, head_dim) for PyTorch's kernels. The
 operator takes (bsz, seqlen, heads, head_dim), so the modules here transpose the views back. Nothing is copied, except
 under context parallel, which gathers keys and values.
-Packed documents are one call over all tokens, with cumulative sequence lengths in place of a mask.
+Packed documents are one call over all tokens, with cumulative sequence lengths instead of a mask.
 """
 
 from __future__ import annotations

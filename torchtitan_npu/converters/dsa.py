@@ -101,7 +101,7 @@ class NpuSparseAttention(FusedAttention):
         return (*selection, ATTENTION, *loss)
 
     def prepare_queries(self, q: Tensor) -> Tensor:
-        # part of the pre_attention, so that in a compiled pre_attention the gradient has the strides that were traced
+        # part of pre_attention, so that if that is compiled the gradient has the strides that were traced
         return q if self.supports_strided_queries else q.contiguous()
 
     def attend(

@@ -255,7 +255,7 @@ class PositionTables(AllPositionTables):
 
 
 class BufferTables(AllPositionTables):
-    """Forward hooks of a model without ``positions``: it reads :class:`RotaryTables` in place of its buffer."""
+    """Forward hooks of a model without ``positions``: it reads :class:`RotaryTables` instead of its buffer."""
 
     def hook(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self.shadow_buffer)

@@ -13,7 +13,10 @@ DOCUMENT_ENDS = "document_ends"
 
 
 class CuSeqlens(NamedTuple):
-    """The end of each document, one past its last token, in the concatenated rows of a batch."""
+    """The end of each document, one past its last token, in the concatenated rows of a batch.
+
+    Unlike flash-attention's ``cu_seqlens`` they have no leading 0, as torch_npu's ``actual_seq_qlen``.
+    """
 
     tensor: Tensor
     """(number of documents) int32, on the batch's device."""

@@ -44,7 +44,7 @@ Strategy: TypeAlias = tuple[Sequence[Placement | None], Sequence[Placement]]
 """Placements over one mesh dimension: of the outputs (``None`` for one that is not a tensor) and of the tensor
 arguments, in the order of the call."""
 Rule: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Strategy]]
-"""Return the strategies for a call with these positional and keyword arguments, specs in place of tensors."""
+"""Return the strategies for a call with these positional and keyword arguments, specs instead of tensors."""
 
 
 def has_single_dim_strategy(op: OpOverload) -> bool:
@@ -177,7 +177,7 @@ def register_rule(op: OpOverload, rule: Rule, keywords: Sequence[str] = (), *, i
 
 
 def register_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
-    """Let ``handler(op, args, kwargs)`` run a call of ``op`` with DTensors, in place of DTensor's dispatch."""
+    """Let ``handler(op, args, kwargs)`` run a call of ``op`` with DTensors, instead of DTensor's dispatch."""
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
 
 
@@ -187,9 +187,9 @@ class Decision:
 
     mesh: DeviceMesh
     args: tuple[Any, ...]
-    """The positional arguments of the call, specs in place of tensors."""
+    """The positional arguments of the call, specs instead of tensors."""
     kwargs: dict[str, Any]
-    """The keyword arguments of the call, specs in place of tensors."""
+    """The keyword arguments of the call, specs instead of tensors."""
     inputs: Sequence[Sequence[Placement]]
     """The placements of each positional tensor, one for each mesh dimension."""
     outputs: Sequence[Sequence[Placement] | None]
@@ -270,7 +270,7 @@ def _schema_info(keywords: Sequence[str]) -> RuntimeSchemaInfo:
 
 
 def _specs(op: OpOverload, mesh: DeviceMesh, value: Any) -> Any:
-    """Return an argument with specs in place of tensors, and tuples in place of lists: a cache key is hashable."""
+    """Return an argument with specs instead of tensors, and tuples instead of lists: a cache key is hashable."""
     if isinstance(value, list | tuple):
         return tuple(_specs(op, mesh, item) for item in value)
     if isinstance(value, DTensor):
@@ -281,7 +281,7 @@ def _specs(op: OpOverload, mesh: DeviceMesh, value: Any) -> Any:
 
 
 def _without_strategies(value: Any) -> Any:
-    """Return an argument with a spec in place of DTensor's set of strategies for each tensor."""
+    """Return an argument with a spec instead of DTensor's set of strategies for each tensor."""
     if isinstance(value, OpStrategy):
         return value.strategies[0].output_spec
     if isinstance(value, TupleStrategy):

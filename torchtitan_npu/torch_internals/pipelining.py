@@ -68,9 +68,9 @@ def _computations(row: list[Any]) -> Iterator[Action]:
 
 
 def skip_shape_vote(stage: Any) -> None:
-    """Let ``stage``, created with ``input_args`` and ``output_args``, use their shapes without asking other stages.
+    """Workaround: let ``stage``, created with ``input_args`` and ``output_args``, use their shapes without a vote.
 
-    Workaround: before the first step the stages of torch 2.13 vote, over point-to-point messages, whether the shapes
+    Before the first step the stages of torch 2.13 vote, over point-to-point messages, whether the shapes
     of every stage are given, even if all are. A fake process group delivers no messages, and its tensors have no values
     to read. Torch 2.11 and 2.12 do not vote. Delete when stages with given shapes exchange nothing.
 

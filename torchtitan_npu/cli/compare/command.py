@@ -42,7 +42,7 @@ from torchtitan_npu.progress import Progress
 
 BASELINE = "baseline"
 # Marks run folders that this command created: --force removes no other folder.
-MARKER = ".made_by_compare_loss"
+MARKER = ".made_by_compare"
 TRAINER = "torchtitan_npu.train"
 
 _ERROR_LINE = re.compile(r"(?:^|[\s.:])\w*(?:Error|Exception|error): ")
@@ -300,6 +300,8 @@ def main(argv: list[str]) -> int:
     try:
         columns = parse_columns([] if run else args.column)
         if run:
+            import matplotlib.figure  # noqa: F401  before training: without it there is no report
+
             sizes = {"nproc": args.nproc, "steps": args.steps, "seed": args.seed}
             runs = Runs(
                 args.config, args.candidate_converters, args.out, **sizes, extra=tuple(extra), replay=args.replay

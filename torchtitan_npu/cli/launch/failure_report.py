@@ -51,7 +51,7 @@ class Failure:
     killed_by_torchrun: bool
     """True for a rank that did not fail itself: torchrun kills the other ranks of a node after a failure."""
     cause: dict[str, Any] | None = None
-    """The job's first failure, if the ranks have found it: see ``RankFailure`` in components/job_control/failure.py."""
+    """The job's first failure, if the ranks have found it: see ``RankFailure`` in components/job_control."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:

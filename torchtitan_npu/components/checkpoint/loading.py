@@ -99,7 +99,7 @@ def file_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Fil
 
 
 def sources_before(damaged: SavedCheckpoint, saved: list[SavedCheckpoint]) -> list[CheckpointSource]:
-    """Return what a job can load in place of ``damaged``, the newest first. After a rollback, older steps only."""
+    """Return what a job can load instead of ``damaged``, the newest first. After a rollback, older steps only."""
     before = [c for c in saved[: saved.index(damaged)] if c.step < damaged.step]
     return [CheckpointSource.from_saved(c) for c in reversed(before) if c.is_full or c.step == 0]
 

@@ -1,4 +1,4 @@
-"""Read the names and shapes of a checkpoint's tensors, and check that its files are there and as long as they say.
+"""Find the checkpoint that a job loads, read the names and shapes of a checkpoint's tensors, and check that its files are there and as long as they say.
 
 For checkpoints without a manifest this is the only check.
 """

@@ -1,4 +1,11 @@
-"""torch's Adam update on parts of parameters."""
+"""Adam and AdamW with their moments in pinned host memory.
+
+In a step the moments pass through the device slice by slice, on three streams: while slice i is updated, slice i+1
+loads and slice i-1 is stored. The device holds three slices during a step and none between steps.
+
+The update is torch's function on views of the parameters, with the group's implementation (fused, foreach or for-loop).
+It is elementwise, so the result is bit-identical to an update without slices.
+"""
 
 from __future__ import annotations
 

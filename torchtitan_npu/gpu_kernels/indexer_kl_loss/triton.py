@@ -22,7 +22,7 @@ Distributions = Callable[[IndexerLossInputs, Rows, Tensor, Tensor, Tensor], None
 def npu_sparse_lightning_indexer_grad_kl_loss(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients and the loss as the reference does, with two numbers of memory per selected key.
 
-    An index that is not a key of its row is ignored, at any entry: a check would synchronise with the device.
+    An index that is not a key of its row is ignored, in any slot: a check would synchronise with the device.
     """
     return loss(IndexerLossInputs(**arguments), distributions, gradients)
 

@@ -23,7 +23,7 @@ Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], tuple[Tenso
 def npu_lightning_indexer_grad(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as the reference does.
 
-    An index that is not a key of its row is ignored, at any entry. The reference raises for -1 before a key; a check
+    An index that is not a key of its row is ignored, in any slot. The reference raises for -1 before a key; a check
     here would synchronise with the device.
     """
     return of_operator(gradients, **arguments)

@@ -4,7 +4,7 @@ A tile is 64 heads of a query row, or of a block of neighbouring rows with fewer
 in two slots of shared memory: even blocks in slot 0, odd blocks in slot 1. A third warp group gathers the keys by
 asynchronous copies. Consumer ``w``, 0 or 1, computes the scores and the softmax of the blocks in slot ``w``, and
 accumulates half ``w`` of the 512 columns of the output over all blocks. Both consumers therefore need the exponentials
-of every block, and pass them on in shared memory, in the entry of the block's rope. The steps of a consumer for its
+of every block, and pass them on in shared memory, where the block's rope was. The steps of a consumer for its
 block ``k``:
 
 1. Start the product of the queries with half ``w`` of the keys, which is refilled first.

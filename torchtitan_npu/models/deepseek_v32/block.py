@@ -63,7 +63,7 @@ class Block(TransformerBlock):
         return (x, *shared) if shared else x
 
     def pre_attention(self, x: Tensor, freqs_cis: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the attention's pre_attention of the block's input ``x``."""
+        """Return what the attention's ``pre_attention`` returns for the block's input ``x``."""
         # A norm of small operators uses its input twice. The view adds these two gradients before the residual's, as a
         # compiled region does: both round alike
         x = x.view_as(x)

@@ -57,7 +57,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
     ) -> Any:
         """Return the logits (bsz, seqlen, vocab_size) of ``tokens`` (bsz, seqlen), in training with ``mtp_logits``.
 
-        A pipeline stage receives hidden states in place of ``tokens`` and returns them in place of logits. If a stage
+        A pipeline stage receives hidden states instead of ``tokens`` and returns them instead of logits. If a stage
         starts with a layer without an indexer, the stage before also sends what its last layer shares
         (``args.passed_tensors``).
         """

@@ -36,7 +36,7 @@ Sharding: TypeAlias = Callable[..., Iterable[Strategy]]
 """Yield the strategies of an operator, for its :class:`Call`; a tensor is an object with ``shape`` and ``ndim``.
 
 Replicating every argument is always allowed and need not be yielded. Exception: an operator that returns a list of
-several tensors, or ``None`` in place of a tensor. Then the first strategy shows how many outputs there are."""
+several tensors, or ``None`` instead of a tensor. Then the first strategy shows how many outputs there are."""
 
 Localize: TypeAlias = Callable[..., Mapping[str, Any]]
 """``localize(full, local)``: return the arguments that differ on a rank, such as a number of heads. ``local`` is the
