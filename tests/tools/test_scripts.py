@@ -20,7 +20,7 @@ SOURCED = ["contract_env.sh", "setup_env.sh"]
 PROGRAMS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in path.read_text())
 PREPARATIONS = {"sys.path.insert", "platform.prepare", "torchtitan_npu.register", "matplotlib.use"}
 """Calls that a module may make when it is imported."""
-BUILDING = {"add_argument", "add_mutually_exclusive_group", "add_subparsers", "add_parser", "set_defaults"}
+BUILDING = {"add_argument", "add_mutually_exclusive_group", "add_subparsers", "add_parser", "set_defaults", "parser_of"}
 """Methods that build a parser."""
 HARMLESS = {"items", "signal"}
 """Calls that leave nothing behind: a loop over a table of options, and the handler of a signal."""

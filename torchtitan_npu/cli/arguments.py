@@ -23,7 +23,21 @@ class OneLineParser(argparse.ArgumentParser):
     """Report an invalid argument in one line, without the usage text. Show the description as it is written."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.actions: list[argparse.Action] = []
+        """What was added. argparse has no public list."""
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
+
+    def _add_action(self, action: Any) -> Any:
+        self.actions.append(action)
+        return super()._add_action(action)
+
+    def add_action(self, action: argparse.Action) -> None:
+        """Add an action of another parser."""
+        self._add_action(action)
+
+    def add_subparsers(self, **kwargs: Any) -> Any:  # does not call _add_action
+        self.actions.append(super().add_subparsers(**kwargs))
+        return self.actions[-1]
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows the arguments)\n")

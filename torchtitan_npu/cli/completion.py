@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     for name, text in COMMANDS.items():
         add_command(commands, name, text, command_module(name).build_parser())
     for parser in commands.choices.values():
-        for action in parser._actions:  # argparse has no public list
+        for action in parser.actions:
             if action.type is Path or action.dest == "config":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     script = shtab.complete(root, args.shell)
@@ -47,8 +47,8 @@ def add_command(commands: Any, name: str, text: str, parser: OneLineParser) -> N
         commands.choices[name] = parser
         return
     # "run" is not a subparser of compare, because a baseline may stand in its place
-    for action in parser._actions:
+    for action in parser.actions:
         if action.option_strings and action.dest != "help":
-            commands.choices[name]._add_action(action)
+            commands.choices[name].add_action(action)
     run = command_module(name).build_parser(run=True)
     add_command(commands.choices[name].add_subparsers(), "run", "train the runs and compare them", run)

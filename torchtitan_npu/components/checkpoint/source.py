@@ -1,4 +1,4 @@
-"""Find the checkpoint that a job loads, read the names and shapes of a checkpoint's tensors, and check that its files are there and as long as they say.
+"""Find the checkpoint that a job loads. Read the names and shapes of its tensors, and check that its files are complete.
 
 For checkpoints without a manifest this is the only check.
 """
