@@ -37,7 +37,7 @@ from mxfp8_loss import (
     free_memory,
     job,
     leave_one_out,
-    parse,
+    parse_args,
     prepare,
 )
 
@@ -246,7 +246,7 @@ def mean_and_spread(values: list[float], form: str) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, default=4)
-    args = parse(parser, table, 100)
+    args = parse_args(parser, table, 100)
     stored = prepare(parser, args, "batches")
     import torch
 

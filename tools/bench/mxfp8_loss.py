@@ -168,7 +168,7 @@ def _loss(row: dict[str, Any]) -> float:
     return statistics.mean(row["losses"][-LAST:])
 
 
-def parse(parser: argparse.ArgumentParser, table: Callable[[list[Row]], str], steps: int) -> argparse.Namespace:
+def parse_args(parser: argparse.ArgumentParser, table: Callable[[list[Row]], str], steps: int) -> argparse.Namespace:
     """Parse the options of both MXFP8 benchmarks. With ``--table``, print the ``table`` of a file and exit."""
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=steps)
@@ -205,7 +205,7 @@ def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: st
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=660.0)
-    args = parse(parser, table, 200)
+    args = parse_args(parser, table, 200)
     stored = prepare(parser, args)
     rows, begin = stored["rows"], time.monotonic()
     done = {(row["model"], row["variant"], row["seed"]) for row in rows}

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a job loads. Read the names and shapes of its tensors, and check that its files are complete.
+"""Find the checkpoint that a job loads. Read the names and shapes of its tensors, and check that its files are whole.
 
 For checkpoints without a manifest this is the only check.
 """
