@@ -20,7 +20,15 @@ SOURCED = ["contract_env.sh", "setup_env.sh"]
 PROGRAMS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "__main__" in path.read_text())
 PREPARATIONS = {"sys.path.insert", "platform.prepare", "torchtitan_npu.register", "matplotlib.use"}
 """Calls that a module may make when it is imported."""
-BUILDING = {"add_argument", "add_mutually_exclusive_group", "add_subparsers", "add_parser", "set_defaults", "parser_of"}
+BUILDING = {
+    "add_argument",
+    "add_mutually_exclusive_group",
+    "add_subparsers",
+    "add_parser",
+    "set_defaults",
+    "parser_of",
+    "add_options",
+}
 """Methods that build a parser."""
 HARMLESS = {"items", "signal"}
 """Calls that leave nothing behind: a loop over a table of options, and the handler of a signal."""
@@ -66,7 +74,7 @@ def work_of(statements: list[ast.stmt], functions: dict[str, list[ast.stmt]]) ->
             name, text = last_name(call), ast.unparse(call)
             if name in ("parse_args", "parse_known_args") and name not in functions:
                 return work
-            if name in functions:
+            if name in functions and name not in BUILDING:
                 return work + work_of(functions[name], functions)
             if call not in allowed and name not in HARMLESS:
                 work.append(text)

@@ -33,12 +33,13 @@ from mxfp8_loss import (
     MODELS,
     NOT_QUANTIZED,
     RECIPES,
+    add_options,
     filtered,
     free_memory,
     job,
     leave_one_out,
-    parse_args,
     prepare,
+    print_table_of,
 )
 
 if TYPE_CHECKING:
@@ -246,7 +247,9 @@ def mean_and_spread(values: list[float], form: str) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, default=4)
-    args = parse_args(parser, table, 100)
+    add_options(parser, 100)
+    args = parser.parse_args()
+    print_table_of(parser, args, table)
     stored = prepare(parser, args, "batches")
     import torch
 

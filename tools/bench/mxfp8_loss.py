@@ -168,20 +168,24 @@ def _loss(row: dict[str, Any]) -> float:
     return statistics.mean(row["losses"][-LAST:])
 
 
-def parse_args(parser: argparse.ArgumentParser, table: Callable[[list[Row]], str], steps: int) -> argparse.Namespace:
-    """Parse the options of both MXFP8 benchmarks. With ``--table``, print the ``table`` of a file and exit."""
+def add_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Add the options of both MXFP8 benchmarks."""
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--table", type=Path, help="print the tables of a file, and compute nothing")
-    args = parser.parse_args()
+
+
+def print_table_of(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, table: Callable[[list[Row]], str]
+) -> None:
+    """With ``--table``, print the ``table`` of a file and exit. Without, ``--json`` is needed."""
     if args.table:
         print(table(json.loads(args.table.read_text())["rows"]))
         parser.exit()
     if args.json is None:
         parser.error("--json is needed")
-    return args
 
 
 def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: str) -> dict[str, Any]:
@@ -205,7 +209,9 @@ def prepare(parser: argparse.ArgumentParser, args: argparse.Namespace, *keys: st
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=660.0)
-    args = parse_args(parser, table, 200)
+    add_options(parser, 200)
+    args = parser.parse_args()
+    print_table_of(parser, args, table)
     stored = prepare(parser, args)
     rows, begin = stored["rows"], time.monotonic()
     done = {(row["model"], row["variant"], row["seed"]) for row in rows}
