@@ -33,7 +33,7 @@ LONGEST_SENTENCE = 45
 MOST_WORDS = 17_500
 """Words outside tables and fences of README.md and the English pages of docs/."""
 
-GLOSSARY_IN_PACKAGE = False
+GLOSSARY_IN_PACKAGE = True
 """Whether the words with a pattern for names are errors in the package's names, docstrings and comments, too."""
 
 WORDS = (
@@ -56,11 +56,15 @@ WORDS = (
     (r"ugly", "", "edge-case"),
     (r"(?<!in )(?<!last )(?<!takes )places?", r"(?<!in_)places?", "position, slot, entry"),
     (r"ours|theirs", r"own|ours|theirs", "local, this package's, upstream"),
-    (r"ends of (the )?documents?", r"ends|of_queries|of_keys", "cu_seqlens, cu_seqlens_q, cu_seqlens_k"),
-    (r"(flipped|recorded|discrete) choices?", r"choices?", "routing decision"),
+    (
+        r"ends of (the )?documents?",
+        r"query_ends|key_ends|(?<!_)(?:of_queries|of_keys)",
+        "cu_seqlens, cu_seqlens_q, cu_seqlens_k",
+    ),
+    (r"(flipped|recorded|discrete) choices?", r"(?:flipped|recorded|use|install)_choices", "routing decision"),
     (r"accounts? of", r"accounts?", "aux loss"),
-    (r"exchange of keys", r"exchange", "kv_gather; LocalKV, AllGatherKV"),
-    (r"(in|of|the|each) spans?", r"spans?", "chunk"),
+    (r"exchange of keys", r"exchange_keys|own_keys|gathered_keys", "kv_gather; LocalKV, AllGatherKV"),
+    (r"by spans|attention spans?", r"by_spans|attention_spans?", "chunk"),
     (r"kept steps?", r"kept_step", "captured step"),
     (r"bundles?", r"bundles?", "bucket"),
     (r"epilogs?", r"(?<!mla_)prolog|epilog", "what it computes"),

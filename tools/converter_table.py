@@ -19,9 +19,9 @@ START, END = "<!-- made by tools/converter_table.py -->\n", "<!-- end -->\n"
 def table() -> str:
     """Return the table. A cell has the replaced modules of a debug model and their number."""
     from torchtitan_npu.converters import CONVERTERS
-    from torchtitan_npu.models import OWN_MODELS
+    from torchtitan_npu.models import PACKAGE_MODELS
 
-    rows = {name: job(name) for name in titan_models() | set(OWN_MODELS)}
+    rows = {name: job(name) for name in titan_models() | set(PACKAGE_MODELS)}
     rows["flux"] = job("flux", "flux-debug")
     rows["qwen3_vl, MoE"] = job("qwen3_vl", "debugmodel_moe")
     rows["qwen3, MoE"] = job("qwen3", "debugmodel_moe")

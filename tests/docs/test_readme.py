@@ -10,7 +10,7 @@ from tools.check_docs import ROOT
 from tools.converter_table import titan_models
 from torchtitan_npu.cli.main import COMMANDS
 from torchtitan_npu.converters import CONVERTERS
-from torchtitan_npu.models import OWN_MODELS
+from torchtitan_npu.models import PACKAGE_MODELS
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
@@ -21,4 +21,4 @@ def test_the_tables_are_complete(page: str) -> None:
     assert names - set(CONVERTERS) == set(COMMANDS) - {"demo"}  # in the text above
     models = {match[1] for row in rows if (match := re.match(r" \[?(\w+)", row, re.ASCII))}
     # flux generates images, llama3_ft is llama3 with another training loop
-    assert models >= (titan_models() - {"flux", "llama3_ft"}) | set(OWN_MODELS)
+    assert models >= (titan_models() - {"flux", "llama3_ft"}) | set(PACKAGE_MODELS)

@@ -13,7 +13,7 @@ from tests._helpers import prove_draws
 from tests._helpers.prove_draws import run_on_ranks
 from torchtitan_npu.cli.main import main
 from torchtitan_npu.prover.draws import VALUES, Draw, DrawnModel, Draws, applicable
-from torchtitan_npu.prover.job import own_subject, parse, tiny_subjects
+from torchtitan_npu.prover.job import parse, subject_of_job, tiny_subjects
 from torchtitan_npu.prover.proof import Outcome, Prover, Results, identity
 from torchtitan_npu.prover.training import RankTimeout
 
@@ -82,7 +82,7 @@ def faulty(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Prover, Draw
         f'[model]\nname = "{request.param}"\nflavor = "llama3"\nhf_assets_path = "torchtitan_npu/assets/tokenizer"\n'
         '[experimental]\ncustom_import = "tests._helpers.wrong_gradients"\n'
     )
-    subject = own_subject(str(path), None)
+    subject = subject_of_job(str(path), None)
     simplest = {part: values[0] for part, values in VALUES.items()}
     return Prover([subject], tmp_path, run_on_ranks), applicable(
         {"model": request.param, **simplest, "shard": 2}, subject.model
@@ -129,7 +129,7 @@ def test_documents_are_masked_on_the_heads_of_a_tensor_parallel_rank(tmp_path: P
 
 
 def test_a_draw_that_the_checks_reject_names_its_reason(tmp_path: Path) -> None:
-    subject = own_subject("train_configs/qwen3_debugmodel.toml", None)
+    subject = subject_of_job("train_configs/qwen3_debugmodel.toml", None)
     simplest = {part: values[0] for part, values in VALUES.items()}
     draw = applicable({"model": "qwen3", **simplest, "pp": 2}, subject.model)
     outcome = Prover([subject], tmp_path).prove(draw)
@@ -138,12 +138,12 @@ def test_a_draw_that_the_checks_reject_names_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_job_on_own_data_is_proved_on_the_shipped_texts() -> None:
-    table = own_subject("train_configs/llama3_chat_debugmodel.toml", None).table
+    table = subject_of_job("train_configs/llama3_chat_debugmodel.toml", None).table
     assert "data" not in table and table["training"]["dataset"] == "tiny_corpus"
 
 
 def test_the_toml_file_of_a_draw_is_a_job(tmp_path: Path) -> None:
-    subject = own_subject("train_configs/deepseek_v3_debugmodel.toml", None)
+    subject = subject_of_job("train_configs/deepseek_v3_debugmodel.toml", None)
     simplest = {part: values[0] for part, values in VALUES.items()}
     draw = applicable({"model": "deepseek_v3", **simplest, "cp": 2, "balancer": "", "ep": 2}, subject.model)
     text = tomli_w.dumps(Prover([subject], tmp_path).table(draw))

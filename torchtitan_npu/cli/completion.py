@@ -46,7 +46,7 @@ def add_command(commands: Any, name: str, text: str, parser: OneLineParser) -> N
     if name != "compare":
         commands.choices[name] = parser
         return
-    # "run" is not a subparser of compare, because a baseline may stand in its place
+    # "run" is not a subparser of compare, because a baseline may stand there
     for action in parser.actions:
         if action.option_strings and action.dest != "help":
             commands.choices[name].add_action(action)

@@ -116,14 +116,14 @@ def main(argv: list[str], run_on_ranks: RunOnRanks | None = None) -> int:
 def run(args: argparse.Namespace, folder: Path, run_on_ranks: RunOnRanks | None) -> int:
     from torchtitan_npu.prover import training
     from torchtitan_npu.prover.draws import Draws, describe, ranks_of
-    from torchtitan_npu.prover.job import own_subject, tiny_subjects
+    from torchtitan_npu.prover.job import subject_of_job, tiny_subjects
     from torchtitan_npu.prover.proof import Prover, Results, count_by_status, identity, summary
 
     if args.table:
         results = Results.load(args.json)
         print(f"{summary(results.draws.values(), results.run['ranks'])}\n\n{results.caption()}")
         return 0
-    subjects = [own_subject(args.config, args.flavor)] if args.config else tiny_subjects(args.models)
+    subjects = [subject_of_job(args.config, args.flavor)] if args.config else tiny_subjects(args.models)
     prover = Prover(subjects, folder, run_on_ranks or training.run_on_ranks)
     results = Results(
         args.json, identity(args.config, args.flavor, args.models, args.ranks, args.seed, args.converters)

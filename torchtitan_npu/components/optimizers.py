@@ -91,7 +91,7 @@ class SwapContainer(OptimizersContainer):
             {"Adam": SwapAdam, "AdamW": SwapAdamW}[config.name],
             slice_mib=config.swap_slice_mib,
             fraction=config.swap_fraction,
-            own_storage=not dry_run,
+            owns_storage=not dry_run,
         )
         super().__init__(model_parts, optimizer_cls, options)
         self.link = 0.0

@@ -69,7 +69,7 @@ class Npu:
 
     moe_sequence_parallel: bool = True
     """If expert parallelism spans the tensor-parallel ranks, each rank routes its own tokens and only the shared
-    experts gather theirs. If false, TorchTitan's layout gathers all tokens before the router."""
+    experts gather tokens. If false, TorchTitan's layout gathers all tokens before the router."""
 
     moe_combine_dtype: Literal["scores", "rows"] = "rows"
     """With the converter `npu_permute`, the dtype in which the outputs of a token's experts are weighted and summed.

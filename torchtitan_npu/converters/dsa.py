@@ -49,8 +49,8 @@ class FusedAttention(SparseAttention):
             return (output, selected) if self.returns_selected else output
         packed_queries, packed_keys = ([x if x is None else x.flatten(0, 1) for x in each] for each in (queries, keys))
         results = [
-            self.attend(rows(packed_queries, of_queries), rows(packed_keys, of_keys), group, scale)
-            for of_queries, of_keys, group in documents.groups(MAX_DOCUMENTS)
+            self.attend(rows(packed_queries, query_rows), rows(packed_keys, key_rows), group, scale)
+            for query_rows, key_rows, group in documents.groups(MAX_DOCUMENTS)
         ]
         packed = [tensors for tensors in zip(*results, strict=True) if tensors[0] is not None]
         unpacked = tuple((x[0] if len(x) == 1 else torch.cat(x)).unflatten(0, (len(q), -1)) for x in packed)

@@ -2,7 +2,7 @@
 
 Attention calls a rotation function of its model, on neighbouring elements or on halves of a head. The classes that do
 are registered, with that function (:func:`torchtitan_npu.layers.rotary.register_rotation`). A converted module is of a
-subclass, whose methods call a function on ``npu_rotary_mul`` in its place. Positions on several axes (MRoPE) belong to
+subclass, whose methods call a function on ``npu_rotary_mul`` instead. Positions on several axes (MRoPE) belong to
 ``npu_mrope``.
 
 Cosines and sines are made once per forward pass if the model passes positions and angles to its layers unchanged.

@@ -11,10 +11,10 @@ import importlib
 
 from torchtitan.protocols.train_spec import TrainSpec
 
-OWN_MODELS = ("deepseek_v32", "glm_moe_dsa", "qwen3_vl")
+PACKAGE_MODELS = ("deepseek_v32", "glm_moe_dsa", "qwen3_vl")
 """The names that ``model.name`` takes besides TorchTitan's."""
 
 
-def own_train_specs() -> dict[str, TrainSpec]:
+def package_train_specs() -> dict[str, TrainSpec]:
     """Return the train spec of each model by name."""
-    return {name: importlib.import_module(f"{__name__}.{name}").get_train_spec() for name in OWN_MODELS}
+    return {name: importlib.import_module(f"{__name__}.{name}").get_train_spec() for name in PACKAGE_MODELS}

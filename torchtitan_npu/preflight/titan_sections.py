@@ -29,7 +29,7 @@ def check_optimizer(job: JobContext) -> None:
     config, optimizer = job.config, job.config.optimizer
     build = job.train_spec.build_optimizers_fn
     can_swap = isinstance(build, SwappableOptimizers)
-    # another builder may know other names, and places the optimizer states itself
+    # another builder may know other names, and puts the optimizer states where it likes
     if can_swap or build in (build_optimizers, build_optimizers_with_moe_load_balancing):
         check_known("optimizer.name", optimizer.name, ("Adam", "AdamW"))
     dims = job.dims

@@ -149,7 +149,7 @@ def tiny_subjects(names: Iterable[str] | None = None) -> list[Subject]:
     return found
 
 
-def own_subject(path: str, flavor: str | None) -> Subject:
+def subject_of_job(path: str, flavor: str | None) -> Subject:
     """Return the job of a TOML file, with ``flavor`` if it is set, on the shipped texts."""
     name = parse(path).model.name
     table = {}

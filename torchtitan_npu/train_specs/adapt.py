@@ -61,7 +61,7 @@ class AdaptedTrainSpec(TrainSpec):
     """A TrainSpec that :func:`adapt` has made."""
 
     parallelized_by: tuple[ParallelizeFunction, PipeliningFunction | None] | None = None
-    """The functions that :func:`adapt` made. ``dataclasses.replace`` may have put others in their place."""
+    """The functions that :func:`adapt` made. ``dataclasses.replace`` may have replaced them."""
 
     @property
     def is_adapted(self) -> bool:

@@ -17,7 +17,7 @@ from torchtitan.models.gpt_oss.model.model import GptOssModel as TitanGptOssMode
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-from torchtitan_npu.models import OWN_MODELS, own_train_specs
+from torchtitan_npu.models import PACKAGE_MODELS, package_train_specs
 from torchtitan_npu.train_specs.adapt import adapt
 from torchtitan_npu.train_specs.qwen3_vl_dataloader import ImageTextValidator, build_image_text_dataloader
 
@@ -33,7 +33,7 @@ DATA: dict[str, dict[str, Any]] = {
 
 def package_models() -> set[str]:
     """Return the models that ``torchtitan_npu.register()`` registers."""
-    return {*ADAPTED_MODELS, *OWN_MODELS}
+    return {*ADAPTED_MODELS, *PACKAGE_MODELS}
 
 
 def known_models(name: str) -> set[str]:
@@ -88,7 +88,7 @@ def _register() -> None:
         if name == "deepseek_v3":
             spec = replace(spec, model_args=with_sdpa_flavors(spec.model_args))
         register_train_spec(name, adapt(spec))
-    for name, spec in own_train_specs().items():
+    for name, spec in package_train_specs().items():
         register_train_spec(name, replace(adapt(spec), **DATA.get(name, {})))
 
 

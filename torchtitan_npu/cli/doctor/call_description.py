@@ -21,7 +21,7 @@ SIZES = (
 """Integers that depend on the sizes of the tensors. Other integers are options, such as ``group_type``."""
 
 INTEGERS = "integers"
-"""The description of a list of integers, such as the ends of documents."""
+"""The description of a list of integers, such as ``cu_seqlens``."""
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from torchtitan_npu.compile.passes.graph_utils import (
 from torchtitan_npu.compile.passes.simple import no_ops
 from torchtitan_npu.compile.passes.token_wise_ops import (
     Tokens,
+    is_local_chunk,
+    is_local_split,
     is_norm,
-    is_own_chunk,
-    is_own_split,
     is_pointwise,
     is_sum_over_tokens,
     is_token_wise,
@@ -83,10 +83,10 @@ def _split(graph: fx.Graph, group: Any, tokens: Tokens, sources: list[fx.Node], 
     chunks = {
         node
         for node in graph.nodes
-        if is_own_chunk(node, tokens) and chunk_of(node).source in replicated  # type: ignore[union-attr]
+        if is_local_chunk(node, tokens) and chunk_of(node).source in replicated  # type: ignore[union-attr]
     }
     ends = chunks | {node for node in users if is_sum_over_tokens(node, tokens)}
-    splits = {node.args[0] for node in chunks if is_own_split(node.args[0], tokens)}
+    splits = {node.args[0] for node in chunks if is_local_split(node.args[0], tokens)}
     candidates = ends | splits | {node for node in users if is_token_wise(node, tokens)}
     chosen = _worthwhile(_cut(sources, candidates, ends), tokens)
     if chosen:
@@ -165,7 +165,7 @@ def _worthwhile(nodes: list[fx.Node], tokens: Tokens) -> dict[fx.Node, None]:
             links.add_edges_from((node, user) for user in node.users)
     worthwhile: set[fx.Node] = set()
     for component in networkx.connected_components(links):
-        gains = any(is_norm(node) or is_own_chunk(node, tokens) for node in component)
+        gains = any(is_norm(node) or is_local_chunk(node, tokens) for node in component)
         if gains and any(_collective(node) for node in component):
             worthwhile |= component
     return {node: None for node in nodes if node in worthwhile}
@@ -177,9 +177,9 @@ def _rewrite(graph: fx.Graph, group: Any, tokens: Tokens, chosen: dict[fx.Node, 
     for node in chosen:
         others = [user for user in node.users if user not in chosen]
         with graph.inserting_before(node):
-            if is_own_split(node, tokens):
+            if is_local_split(node, tokens):
                 continue
-            if is_own_chunk(node, tokens):
+            if is_local_chunk(node, tokens):
                 chunk: Any = chunk_of(node)
                 result = call(aten.view.default, local[chunk.source], list(value(node).shape), like=node)
                 if is_returned(node):  # the output must not become an alias of an input

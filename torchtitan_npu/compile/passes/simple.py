@@ -94,8 +94,8 @@ def all_gather_chunk(graph: fx.Graph) -> int:
         started, dim = gather
         shard: Any = started.args[0]
         group = process_group(started.args[2])  # type: ignore[arg-type]
-        is_own = chunk.dim == dim and chunk.count == group.size() and chunk.index == group.rank()
-        if is_own and static_shape(value(shard)) == static_shape(value(node)) and not is_returned(node):
+        is_local = chunk.dim == dim and chunk.count == group.size() and chunk.index == group.rank()
+        if is_local and static_shape(value(shard)) == static_shape(value(node)) and not is_returned(node):
             node.replace_all_uses_with(shard, propagate_meta=False)
             removed += 1
             erase_unused(node)

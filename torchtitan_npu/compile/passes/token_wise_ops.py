@@ -73,7 +73,7 @@ def is_pointwise(node: fx.Node) -> bool:
     return node.target in (*RESHAPES, *COPIES, aten.expand.default) or torch.Tag.pointwise in node.target.tags
 
 
-def is_own_chunk(node: fx.Node, tokens: Tokens) -> bool:
+def is_local_chunk(node: fx.Node, tokens: Tokens) -> bool:
     """Return whether ``node`` selects exactly this rank's tokens from a value with all tokens."""
     chunk = chunk_of(node)
     if chunk is None or token_count(value(chunk.source)) != tokens.count:
@@ -83,9 +83,9 @@ def is_own_chunk(node: fx.Node, tokens: Tokens) -> bool:
     return not is_last and before == 1 and (chunk.index, chunk.count) == (tokens.rank, tokens.ranks)
 
 
-def is_own_split(node: fx.Node, tokens: Tokens) -> bool:
+def is_local_split(node: fx.Node, tokens: Tokens) -> bool:
     """Return whether ``node`` is a split of which only this rank's tokens are used."""
-    return node.target is aten.split.Tensor and all(is_own_chunk(user, tokens) for user in node.users)
+    return node.target is aten.split.Tensor and all(is_local_chunk(user, tokens) for user in node.users)
 
 
 def is_token_wise(node: fx.Node, tokens: Tokens) -> bool:

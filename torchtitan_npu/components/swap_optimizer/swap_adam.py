@@ -109,10 +109,10 @@ class SwapStates(torch.optim.Adam):
     """
 
     def __init__(
-        self, *args: Any, slice_mib: int = 64, fraction: float = 1.0, own_storage: bool = True, **kwargs: Any
+        self, *args: Any, slice_mib: int = 64, fraction: float = 1.0, owns_storage: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._own_storage = own_storage
+        self._owns_storage = owns_storage
         for option in ("capturable", "differentiable"):
             if any(group[option] for group in self.param_groups):
                 raise ValueError(f"states in host memory cannot be combined with {option}=True")
@@ -226,7 +226,7 @@ class SwapStates(torch.optim.Adam):
         state: dict[str, Any] = {"step": torch.zeros((), dtype=step_dtype(group))}
         for name, host in zip(bucket.states, self._host[bucket], strict=True):
             view = host[offset : offset + shape.numel()].view(shape)
-            if self._own_storage:  # the storage of a fake tensor cannot be cut
+            if self._owns_storage:  # the storage of a fake tensor cannot be cut
                 # A DTensor takes over the storage offset of its local tensor but not the storage. DCP's staging for
                 # asynchronous saves would read beyond it. So the view begins at the start of its storage.
                 begin = view.storage_offset() * view.itemsize

@@ -187,15 +187,15 @@ def _attend(
     ones = gl.allocate_shared_memory(dtype, [8, BLOCK_KEYS], layout)
     ones.store(gl.full([8, BLOCK_KEYS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     # a barrier per slot; 128 threads of the producer arrive when their copies have landed
-    own_full, rest_full = new_barriers(2, 128), new_barriers(2, 128)
-    own_free, rest_free, published = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1)
+    local_full, rest_full = new_barriers(2, 128), new_barriers(2, 128)
+    local_free, rest_free, published = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1)
     query_full, query_free = new_barrier(128), new_barrier(2)
     statistics = new_barrier(2)  # both consumers arrive, and both wait
     queue = new_tile_queue()
     fence_async_shared()
 
     shared = (q, q_rope, k, k_rope, origins, sums, ones)
-    bars = (own_full, rest_full, own_free, rest_free, published, statistics, query_full, query_free)
+    bars = (local_full, rest_full, local_free, rest_free, published, statistics, query_full, query_free)
     results = (out, softmax_max, softmax_sum)
     selection = (indices, visible_keys, entries, tokens)
     inputs = (query, query_rope, key, key_rope, first_key, query_row, query_head, rope_row, rope_head)
@@ -288,7 +288,7 @@ def _copy_block(of_tile, index, block, used, KEY_HEADS: gl.constexpr, TOP_K: gl.
     """Copy the keys of ``block`` to slot ``SLOT``, after ``used`` blocks, and return the indices of the next block."""
     shared, bars, selected, first, visible, key_head, key, key_rope, columns, rope_columns, in_block = of_tile
     k, k_rope = shared[2:4]
-    own_full, rest_full, own_free, rest_free = bars[:4]
+    local_full, rest_full, local_free, rest_free = bars[:4]
     at = (block + 1) * BLOCK_KEYS + in_block
     following = gl.load(selected + at, mask=at < TOP_K, other=-1)  # long before it is needed
     there = ((index >= 0) & (index < visible))[:, None]
@@ -296,9 +296,9 @@ def _copy_block(of_tile, index, block, used, KEY_HEADS: gl.constexpr, TOP_K: gl.
     row = ((first + index) * KEY_HEADS + key_head).to(gl.int64)[:, None]
     keys, ropes = key + row * SIZE + columns, key_rope + row * ROPE + rope_columns
     free = (used & 1) ^ 1
-    mbarrier.wait(own_free.index(SLOT), free)
+    mbarrier.wait(local_free.index(SLOT), free)
     async_copy.async_copy_global_to_shared(k.index(3 * SLOT), keys + SLOT * HALF, there)
-    async_copy.mbarrier_arrive(own_full.index(SLOT), increment_count=False)
+    async_copy.mbarrier_arrive(local_full.index(SLOT), increment_count=False)
     mbarrier.wait(rest_free.index(SLOT), free)
     async_copy.async_copy_global_to_shared(k.index(1 + SLOT), keys + (1 - SLOT) * HALF, there)
     async_copy.async_copy_global_to_shared(k_rope.index(SLOT), ropes, there)
@@ -421,7 +421,7 @@ def _attend_block(
     """Add the exponentials of the other consumer's block before ``block``, if any, and those of ``block``."""
     q, q_rope, k, k_rope, origins = shared[:5]
     ones = shared[6]
-    own_full, rest_full, own_free, rest_free, published = bars[:5]
+    local_full, rest_full, local_free, rest_free, published = bars[:5]
     query_free = bars[7]
     selected, chosen, visible, without_gap, blocks, scale, used, used_other = of_tile
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -431,7 +431,7 @@ def _attend_block(
     half_keys = k.index(3 * W + zero)
     phase = (used + block // 2) & 1
 
-    mbarrier.wait(own_full.index(W), phase)
+    mbarrier.wait(local_full.index(W), phase)
     fence_async_shared()
     scores = gl.zeros([BLOCK_HEADS, BLOCK_KEYS], gl.float32, narrow)
     scores = warpgroup_mma(q.index(W + zero), half_keys.permute((1, 0)), scores, use_acc=False, is_async=True)
@@ -474,7 +474,7 @@ def _attend_block(
     weights_of_ones = gl.convert_layout(weights, gl.DotOperandLayout(0, rounded.type.layout, 2), assert_trivial=True)
     rounded = warpgroup_mma(weights_of_ones, ones.permute((1, 0)), multiply_rows(rounded, factor), is_async=True)
     total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])
-    mbarrier.arrive(own_free.index(W))
+    mbarrier.arrive(local_free.index(W))
     return total, new_origin, highest, added, rounded
 
 

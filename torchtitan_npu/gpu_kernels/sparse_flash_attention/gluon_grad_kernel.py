@@ -295,8 +295,8 @@ def _consumer_0(
             tile, entries, first_row, rows, tokens, GROUP, KEY_HEADS
         )
         of_row = (first_row + row).to(gl.int64)
-        of_keys = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
-        selected, visible = of_keys[:2]
+        key_slots = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
+        selected, visible = key_slots[:2]
         heads = first_head + in_heads
         real = heads < GROUP
         statistics = offset_of_statistics(of_row, key_head, sequence, GROUP, KEY_HEADS) + heads
@@ -347,7 +347,7 @@ def _consumer_0(
             passed.index(1).store(weights)
             fence_async_shared()
             mbarrier.arrive(passed_full)
-            to, is_key = _targets(of_keys, entry, KEY_HEADS, TOP_K, IN_ORDER)
+            to, is_key = _targets(key_slots, entry, KEY_HEADS, TOP_K, IN_ORDER)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(free_0)
             _add_pieces(shared, bars, zero, block, blocks, d_key, to, is_key, 0, FIRST_PIECES, IN_ORDER)
@@ -385,12 +385,12 @@ def _consumer_1(
     while tile < rows * KEY_HEADS * head_blocks:
         row, key_head, first_head, _, blocks = tile_of_heads(tile, entries, first_row, rows, tokens, GROUP, KEY_HEADS)
         of_row = (first_row + row).to(gl.int64)
-        of_keys = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
+        key_slots = _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS, TOP_K)
         dq = gl.zeros([BLOCK_HEADS, HALF], gl.float32, wide)
         dq_rope = gl.zeros([BLOCK_HEADS, ROPE], gl.float32, narrow)
         for block in range(0, blocks):
             zero = (used + block) >> 30  # as in _consumer_0
-            to, is_key = _targets(of_keys, block * BLOCK_KEYS, KEY_HEADS, TOP_K, IN_ORDER)
+            to, is_key = _targets(key_slots, block * BLOCK_KEYS, KEY_HEADS, TOP_K, IN_ORDER)
             mbarrier.wait(passed_full, (used + block) & 1)
             left = passed.index(zero)
             dq = warpgroup_mma(left, k.index(1 + zero), dq, is_async=True)
@@ -425,13 +425,13 @@ def _keys_of_tile(selection, row, key_head, first_head, KEY_HEADS: gl.constexpr,
 
 
 @gluon.jit
-def _targets(of_keys, entry, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
+def _targets(key_slots, entry, KEY_HEADS: gl.constexpr, TOP_K: gl.constexpr, IN_ORDER: gl.constexpr):
     """Return the targets of :func:`_add_or_store` for the block that starts at ``entry``, and a mask.
 
     Targets are keys, and the mask says which entries hold one. With ``IN_ORDER`` the target is the block's first entry
     in the workspace, and all products are stored.
     """
-    selected, visible, first, key_head, first_entry = of_keys
+    selected, visible, first, key_head, first_entry = key_slots
     if IN_ORDER:
         return first_entry + entry, True  # 32 bits: the workspace is bounded
     else:

@@ -36,12 +36,12 @@ def rows_of(
     """
     packed = layout == "TND"
     batch, queries = (1, query.shape[0]) if packed else query.shape[:2]
-    of_queries, of_keys = _on_device(query_lengths, query), _on_device(key_lengths, key)
+    cu_seqlens_q, cu_seqlens_k = _on_device(query_lengths, query), _on_device(key_lengths, key)
     first = torch.empty(batch * queries, dtype=torch.int32, device=query.device)
     visible = torch.empty_like(first)
-    documents = of_queries.numel() if packed and of_queries is not None else batch
+    documents = cu_seqlens_q.numel() if packed and cu_seqlens_q is not None else batch
     _rows[(blocks_in(batch * queries, BLOCK),)](
-        *(of_queries, of_keys, first, visible, batch * queries, queries, key.shape[0 if packed else 1]),
+        *(cu_seqlens_q, cu_seqlens_k, first, visible, batch * queries, queries, key.shape[0 if packed else 1]),
         *(documents, power_of_2(documents)),
         PACKED=packed,
         CAUSAL=sparse_mode == 3,

@@ -40,8 +40,8 @@ def segments_of(sparse_indices: Tensor, rows: Rows, start: int, count: int, keys
         BLOCK=ENTRIES,
     )
     sorted_slots, order = slots.sort(stable=True)
-    of_keys = torch.arange(keys, dtype=dtype, device=slots.device)
-    return Segments(order, torch.searchsorted(sorted_slots, of_keys, right=True, out_int32=True))
+    key_numbers = torch.arange(keys, dtype=dtype, device=slots.device)
+    return Segments(order, torch.searchsorted(sorted_slots, key_numbers, right=True, out_int32=True))
 
 
 def add_segments(contributions: Tensor, segments: Segments, target: Tensor) -> None:

@@ -94,19 +94,22 @@ def _check_shapes(call: Call) -> Iterator[str]:
 
 
 def _check_lengths(call: Call) -> Iterator[str]:
-    layout, query_ends, key_ends = call.input_layout, call.actual_seq_qlen, call.actual_seq_kvlen
+    layout, cu_seqlens_q, cu_seqlens_k = call.input_layout, call.actual_seq_qlen, call.actual_seq_kvlen
     if layout != "TND":
         for name, ends in call.pick("actual_seq_qlen", "actual_seq_kvlen").items():
             if ends is not None:
                 yield f"{name} must be None if input_layout is {layout}: it is for TND"
         return
-    if not query_ends or not key_ends or len(query_ends) != len(key_ends):
+    if not cu_seqlens_q or not cu_seqlens_k or len(cu_seqlens_q) != len(cu_seqlens_k):
         yield (
             "actual_seq_qlen and actual_seq_kvlen must be given in TND, with the same length, not empty, "
-            f"not {query_ends} and {key_ends}"
+            f"not {cu_seqlens_q} and {cu_seqlens_k}"
         )
         return
-    for name, ends, rows in (("actual_seq_qlen", query_ends, call.query), ("actual_seq_kvlen", key_ends, call.key)):
+    for name, ends, rows in (
+        ("actual_seq_qlen", cu_seqlens_q, call.query),
+        ("actual_seq_kvlen", cu_seqlens_k, call.key),
+    ):
         if sorted(ends) != list(ends) or ends[0] < 0 or ends[-1] != rows.shape[0]:
             yield f"{name} must be the documents' ends: never decreasing, the last {rows.shape[0]}, not {list(ends)}"
 
@@ -125,8 +128,8 @@ def _check_mask(call: Call) -> Iterator[str]:
     if sparse_mode in (2, 3):
         shapes: tuple[tuple[int, ...], ...] = ((COMPRESSED, COMPRESSED),)
     elif layout == "TND":
-        ends_of_both = call.actual_seq_qlen, call.actual_seq_kvlen
-        shapes = (tuple(longest_document(ends) if ends else 0 for ends in ends_of_both),)
+        both = call.actual_seq_qlen, call.actual_seq_kvlen
+        shapes = (tuple(longest_document(ends) if ends else 0 for ends in both),)
     else:
         batch = call.query.shape[layout.index("B")]
         scores = _tokens(call.query, layout), _tokens(call.key, layout)

@@ -196,8 +196,8 @@ class _IndexerLoss(torch.autograd.Function):
 
 # more queries than the NPU kernel takes in one call
 
-OF_QUERIES = ("query", "query_index", "weights", "sparse_indices", "query_rope")
-OF_KEYS = ("key", "key_index", "key_rope")
+QUERY_INPUTS = ("query", "query_index", "weights", "sparse_indices", "query_rope")
+KEY_INPUTS = ("key", "key_index", "key_rope")
 STATISTICS = ("softmax_max", "softmax_sum")
 
 
@@ -255,24 +255,24 @@ def chunks_of(
     documents = list(zip([(0, 0), *ends], ends, strict=False))
     for first in range(0, query.shape[0], MAX_QUERIES):
         last = min(first + MAX_QUERIES, query.shape[0])
-        query_ends, key_ends, start = [], [], None
+        cu_seqlens_q, cu_seqlens_k, start = [], [], None
         for (query_start, key_start), (query_end, key_end) in documents:
             if first <= query_start < last or query_start < first < query_end:
                 start = key_start if start is None else start
                 stop = min(query_end, last)
-                query_ends.append(stop - first)
-                key_ends.append(key_end - (query_end - stop) - start)
+                cu_seqlens_q.append(stop - first)
+                cu_seqlens_k.append(key_end - (query_end - stop) - start)
         assert start is not None
-        lengths = {"actual_seq_qlen": query_ends, "actual_seq_klen": key_ends}
-        yield QueryChunk(slice(first, last), slice(start, start + key_ends[-1]), lengths)
+        lengths = {"actual_seq_qlen": cu_seqlens_q, "actual_seq_klen": cu_seqlens_k}
+        yield QueryChunk(slice(first, last), slice(start, start + cu_seqlens_k[-1]), lengths)
 
 
 def part_of(arguments: dict[str, Any], chunk: QueryChunk) -> dict[str, Any]:
     """Return the arguments for one chunk. An NPU needs contiguous tensors."""
     token_dim = 1 if arguments["layout"] == "BSND" else 0
     slices_of = {
-        **dict.fromkeys(OF_QUERIES, (token_dim, chunk.queries)),
-        **dict.fromkeys(OF_KEYS, (token_dim, chunk.keys)),
+        **dict.fromkeys(QUERY_INPUTS, (token_dim, chunk.queries)),
+        **dict.fromkeys(KEY_INPUTS, (token_dim, chunk.keys)),
         **dict.fromkeys(STATISTICS, (-2, chunk.queries)),
     }
     part = {**arguments, **chunk.ends}

@@ -44,9 +44,9 @@ class LossInputs:
     key_rope: Tensor | None
     """Rotary part of the keys, with the heads of ``key``."""
     actual_seq_qlen: Sequence[int] | None
-    """Ends of the documents among the queries, for TND."""
+    """``cu_seqlens`` of the queries, for TND."""
     actual_seq_klen: Sequence[int] | None
-    """Ends of the documents among the keys, for TND."""
+    """``cu_seqlens`` of the keys, for TND."""
     layout: str
     """BSND or TND."""
     sparse_mode: int

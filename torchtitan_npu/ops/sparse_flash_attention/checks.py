@@ -1,7 +1,8 @@
 """Argument checks that sparse attention, the lightning indexer and the indexer's loss share.
 
 The layout of tokens is ``BSND``, (batch, sequence, heads, head size), or packed ``TND``, (tokens, heads, head size),
-where the sequence lengths are the ends of the documents. Indices of selected keys count from the start of the document.
+where the sequence lengths are cumulative (``cu_seqlens`` without the leading 0). Indices of selected keys count from
+the start of the document.
 """
 
 from __future__ import annotations

@@ -67,13 +67,13 @@ def documents(
     """Return the documents of a batch. ``query`` and ``key`` are in ``layout``; the lengths are optional."""
     causal = sparse_mode == 3
     if layout == "TND":
-        query_ends = _values(layout, "actual_seq_lengths of the query", query_lengths, query.shape[0], 1)
-        key_ends = _values(layout, "actual_seq_lengths of the key", key_lengths, key.shape[0], 1)
+        cu_seqlens_q = _values(layout, "actual_seq_lengths of the query", query_lengths, query.shape[0], 1)
+        cu_seqlens_k = _values(layout, "actual_seq_lengths of the key", key_lengths, key.shape[0], 1)
         return [
             SequenceRanges((), range(*queries), range(*keys), causal)
             for queries, keys in zip(
-                zip([0, *query_ends], query_ends, strict=False),
-                zip([0, *key_ends], key_ends, strict=False),
+                zip([0, *cu_seqlens_q], cu_seqlens_q, strict=False),
+                zip([0, *cu_seqlens_k], cu_seqlens_k, strict=False),
                 strict=True,
             )
         ]
