@@ -9,7 +9,7 @@ from collections import Counter
 
 from tests.emulator.training_jobs import ROOT
 from tools.emulated_operators import PAGE, page, wheel_sentence
-from torchtitan_npu.cli.doctor.command import Machine, environment
+from torchtitan_npu.cli.doctor.command import ExaminedMachine, environment
 from torchtitan_npu.cli.doctor.operators import NOT_CALLED, check_operators
 from torchtitan_npu.ops import OPS
 
@@ -40,7 +40,7 @@ def test_the_doctor_finds_no_error() -> None:
 
 
 def test_the_network_interface_has_a_line() -> None:
-    assert [finding.check for finding in environment(Machine(None))].count("network interfaces") == 1
+    assert [finding.check for finding in environment(ExaminedMachine(None))].count("network interfaces") == 1
 
 
 def test_the_page_of_operators_is_current() -> None:
