@@ -246,5 +246,7 @@ def test_reports_exceeded_npu_limits(change: dict[str, Any], text: str) -> None:
 
 def test_tensor_parallel_without_fsdp_has_no_mixed_precision() -> None:
     assert limit_errors("671B", tp=2, shard=2) == []
+    assert limit_errors("671B", n_heads=256)
+    assert limit_errors("671B", tp=2, shard=2, n_heads=256) == []  # 128 on each rank
     text = "query.dtype is float32 (training.dtype, because without FSDP tensor parallel has no mixed precision); the"
     assert any(text in message for message in limit_errors("671B", tp=2))

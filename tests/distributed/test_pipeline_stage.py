@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests._helpers.layouts import job_config
 from tests._helpers.multirank import run_on_ranks
 from tests._helpers.training import expert_biases, recording, train_until
-from torchtitan_npu.distributed.pipeline_stage import PipelineStage
+from torchtitan_npu.distributed.pipeline_stage import PipelineStage, copy_gradients_to_weight_strides
 
 
 def biases(layout: dict[str, int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -76,3 +76,14 @@ def test_gathered_weights_are_freed_layer_by_layer(microbatches: int) -> None:
         assert (steps[:, -1, -1] < 2).all() and (steps[:, :-1, -1] == 2).all(), gathered
         for actual, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+def test_gradients_get_the_strides_of_their_weights() -> None:
+    """The CPU's fused optimizer reads both in memory order."""
+    layer = nn.Linear(3, 2)
+    values = torch.randn(2, 3)
+    layer.weight.grad, layer.bias.grad = values.T.contiguous().T, torch.ones(2)
+    bias = layer.bias.grad
+    copy_gradients_to_weight_strides(layer)
+    assert layer.weight.grad.stride() == layer.weight.stride() and torch.equal(layer.weight.grad, values)
+    assert layer.bias.grad is bias

@@ -67,12 +67,15 @@ def test_the_file_s_own_layout_is_searched(ranks: int, name: str) -> None:
         assert product == ranks and ranks // layout["pp"] % layout["ep"] == 0
 
 
-def test_layouts_divide_key_value_heads() -> None:
+def test_layouts_divide_key_value_heads_and_the_sequence() -> None:
     config = load("llama3_debugmodel")
     config.training.global_batch_size = -1
     for kv_heads, tps in ((None, {1, 2, 4, 8}), (2, {1, 2})):
         args = SimpleNamespace(n_heads=16, n_kv_heads=kv_heads, n_layers=8)
         assert {layout["tp"] for layout in dividing(config, 8, args, experts=0)} == tps
+    config.training.seq_len = 8  # context parallel splits it into two chunks for each rank
+    args = SimpleNamespace(n_heads=16, n_layers=8)
+    assert {layout["tp"] * layout["cp"] for layout in dividing(config, 8, args, experts=0)} == {1, 2, 4}
 
 
 def test_expert_tensor_parallel_leaves_fewer_ranks_to_ep() -> None:

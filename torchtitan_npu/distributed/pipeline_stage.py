@@ -54,9 +54,7 @@ class PipelineStage(TorchPipelineStage):
         if not (last_backward and backward_type == "full" and isinstance(self.submod, FSDPModule)):
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             if backward_type == "weight":
-                for parameter in self.submod.parameters():
-                    if (grad := parameter.grad) is not None and grad.stride() != parameter.stride():
-                        parameter.grad = torch.empty_like(parameter).copy_(grad)
+                copy_gradients_to_weight_strides(self.submod)
             return result
         self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
@@ -88,6 +86,12 @@ class PipelineStage(TorchPipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_counts(self.submod):  # a checkpointed block runs again here
             return super()._prepare_backward_infra(*args, **kwargs)
+
+
+def copy_gradients_to_weight_strides(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if (grad := parameter.grad) is not None and grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(grad)
 
 
 @contextmanager

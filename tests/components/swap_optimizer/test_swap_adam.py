@@ -22,8 +22,8 @@ from tests._helpers.swap_training import (
     needs_device,
     train,
 )
-from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, SlicePipeline, SliceUpdate
-from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW
+from torchtitan_npu.components.swap_optimizer.slices import BUFFERS, MIB, Segment, SlicePipeline, SliceUpdate
+from torchtitan_npu.components.swap_optimizer.swap_adam import SwapAdamW, elements
 
 
 @pytest.mark.parametrize(
@@ -184,3 +184,11 @@ def test_a_rank_with_only_empty_shards_takes_its_steps(implementation: str) -> N
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.swapped_bytes == 0
     assert [int(state["step"]) for state in optimizer.state.values()] == [BUFFERS + 1] * 2
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 12), (1, 7), (3, 4), (5, 11)])
+def test_a_segment_may_end_inside_a_row_of_a_transposed_gradient(begin: int, end: int) -> None:
+    gradient = torch.arange(12.0).view(3, 4)
+    transposed = gradient.T.contiguous().T
+    segment = Segment(torch.nn.Parameter(gradient), begin, end, offset=0)
+    assert torch.equal(elements(transposed, segment), gradient.view(-1)[begin:end])
