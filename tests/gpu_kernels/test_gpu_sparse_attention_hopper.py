@@ -146,8 +146,8 @@ def test_rows_that_are_not_aligned_are_copied(hopper: Any) -> None:
 
 
 LAST_WAIT = "    total, rounded = warpgroup_mma_wait(0, deps=[total, rounded])\n"
-RELEASE = "    mbarrier.arrive(own_free.index(W))\n"
-COPIED = "    mbarrier.wait(own_full.index(W), phase)\n"
+RELEASE = "    mbarrier.arrive(local_free.index(W))\n"
+COPIED = "    mbarrier.wait(local_full.index(W), phase)\n"
 STORES = "    k_rope.index(W).store(weights)\n    origins.index(W).store(new_origin)\n"
 PUBLISH = "    mbarrier.arrive(published.index(W))\n"
 FAULTS = {
