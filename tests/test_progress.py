@@ -9,6 +9,7 @@ import pty
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,16 +98,25 @@ def test_only_rank_0_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log.getvalue() == ""
 
 
+def read_to_end(terminal: int) -> bytes:
+    """Read what has been written to a pseudo-terminal whose other end is closed. It may arrive in several parts."""
+    parts = []
+    with suppress(OSError):  # Linux's end of file
+        while part := os.read(terminal, 10_000):
+            parts.append(part)
+    return b"".join(parts)
+
+
 def test_a_terminal_shows_one_line_and_removes_it() -> None:
-    ours, theirs = pty.openpty()
-    with open(theirs, "w") as terminal, Progress("work" * 100, terminal) as shown:
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal, Progress("work" * 100, terminal) as shown:
         time.sleep(0.2)
         with shown.hidden():
             terminal.write("printed\n")
             terminal.flush()
         time.sleep(0.2)
-    written = os.read(ours, 10_000).decode()
-    os.close(ours)
+    written = read_to_end(reader).decode()
+    os.close(reader)
     before, after = written.split("printed\r\n")
     for part in (before, after):
         lines = re.sub(r"\x1b\[[?\d]*[A-Za-z]|\r", "\n", part).split("\n")
